@@ -60,7 +60,7 @@ WRONG: list[tuple[Any, str]] = [
     ([{"pytest": 1}], "case 1 of 1: 'pytest' of a case is 1, not a text"),
     ([{"pytest": PYTEST, "stdin": "1"}], "case 1 of 1: a case has the keys pytest, stdin; it needs"),
     ([GOOD[0], {"pytest": f"{PYTEST}("}], "case 2: its code is no Python ('(' was never closed in line 4)"),
-    ([{"pytest": "import solution"}], "case 1: its pytest file defines no function test_...; add one"),
+    ([{"pytest": "import solution"}], "case 1: its pytest file defines no function test_...; add one, at the top"),
     ([{"pytest": "def test_f(): pass"}], "case 1: its pytest file does not import the module solution"),
     ([{"pytest": f"import numpy\n{PYTEST}"}], "case 1: its pytest file imports numpy, which is not in Python's"),
     ([{"stdin": "1", "checker": "if"}], "case 1: its code is no Python (invalid syntax in line 1)"),

@@ -17,11 +17,12 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import operator
 import os
 import socket
 import sys
 import types
-from functools import partial
+from threading import Lock
 from typing import Any, NoReturn
 
 CHANNEL = 3  # file descriptor of the socket between the two sandboxes of a test case
@@ -31,7 +32,22 @@ DEEPEST = 100  # deepest nesting of values that the tests and the program may ex
 LONGEST_TEXT = 500  # largest number of characters of an error's text
 PLAIN = (type(None), bool, int, str)
 ATTRIBUTE = "__getattr__"  # the method name that means reading an attribute
-FORWARDED = ("__call__", "__getitem__", "__iter__", "__len__", "__next__", "__repr__", "__str__")
+# special methods that a `Remote` forwards, and the functions that call them; a missing method is then a TypeError, as
+# in Python: `list` needs that error if an object has no length
+FORWARDED: dict[str, Any] = {
+    "__bool__": bool,
+    "__call__": operator.call,
+    "__getitem__": operator.getitem,
+    "__iter__": iter,
+    "__len__": len,
+    "__next__": next,
+    "__repr__": repr,
+    "__setattr__": setattr,
+    "__setitem__": operator.setitem,
+    "__str__": str,
+}
+FUNCTIONS = {**FORWARDED, ATTRIBUTE: getattr}
+TURN = Lock()  # held by the thread of the tests whose call the program answers
 
 
 def encode(value: Any, keep: Any, depth: int = 0) -> Any:
@@ -62,6 +78,14 @@ def encode(value: Any, keep: Any, depth: int = 0) -> Any:
         if isinstance(value, base):
             return encode(base(value), keep, depth + 1)
     return {"remote": keep(value)}
+
+
+def encode_or_keep(value: Any, keep: Any) -> Any:
+    """Return a value as JSON; store a value that is nested too deeply, as a list that contains itself is."""
+    try:
+        return encode(value, keep)
+    except ValueError:
+        return {"remote": keep(value)}
 
 
 def decode(value: Any, remote: Any) -> Any:
@@ -171,15 +195,14 @@ def serve_candidate(code: str, name: str, channel: Any = None) -> None:
         return len(kept) - 1
 
     public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    channel.write(json.dumps({key: encode(value, keep) for key, value in public.items()}).encode() + b"\n")
+    channel.write(json.dumps({key: encode_or_keep(value, keep) for key, value in public.items()}).encode() + b"\n")
     channel.flush()
     for line in channel:
         asked = json.loads(line)
         try:
-            kept_object, method = kept[asked["object"]], asked["method"]
-            target = partial(getattr, kept_object) if method == ATTRIBUTE else getattr(kept_object, method)
+            call, target = FUNCTIONS[asked["method"]], kept[asked["object"]]
             args, named = decode(asked["args"], kept.__getitem__), decode(asked["named"], kept.__getitem__)
-            answer = {"value": encode(target(*args, **named), keep)}
+            answer = {"value": encode(call(target, *args, **named), keep)}
         except BaseException as error:  # noqa: BLE001 - the tests get every error of the program
             names = [base.__name__ for base in type(error).__mro__ if hasattr(builtins, base.__name__)]
             answer = {"error": names[0], "text": str(error)[:LONGEST_TEXT]}
@@ -219,9 +242,10 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
         raise TypeError(f"a {type(value).__name__} cannot be given to the program")
 
     sent = {"object": number, "method": method, "args": encode(list(args), refer), "named": encode(named, refer)}
-    channel.write(json.dumps(sent).encode() + b"\n")
-    channel.flush()
-    line = channel.readline()
+    with TURN:
+        channel.write(json.dumps(sent).encode() + b"\n")
+        channel.flush()
+        line = channel.readline()
     if not line:  # a test could catch any error, and so pass
         sys.stderr.write("the program has ended\n")
         sys.stderr.flush()
@@ -231,8 +255,18 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
         kind = getattr(builtins, str(answer["error"]), RuntimeError)
         ends = kind is StopIteration and method != "__next__"  # a StopIteration would silently end a loop of the tests
         usable = isinstance(kind, type) and issubclass(kind, Exception) and not ends
-        raise (kind if usable else RuntimeError)(answer.get("text", ""))
+        raise build_error(kind if usable else RuntimeError, answer.get("text", ""))
     return decode(answer["value"], lambda other: Remote(channel, other))
+
+
+def build_error(kind: type[Exception], text: Any) -> Exception:
+    """Build an error with a text. Groups of errors and the errors of text encodings need further arguments."""
+    for args in ((text,), (text, [RuntimeError(text)]), ("", b"", 0, 1, text), ("", "", 0, 1, text), ("", 0, 1, text)):
+        try:
+            return kind(*args)
+        except TypeError:
+            continue
+    return RuntimeError(text)
 
 
 def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:

@@ -123,8 +123,13 @@ async def start_testers(config: SandboxConfig) -> Testers:
         warm = (*config.imports, "pytest", *(f"_pytest.{name}" for name in default_plugins))
         config = config.model_copy(update={"imports": warm})
     testers = Testers(build_sandboxes(config, packages), place_packages(config, packages))
-    await testers.sandboxes.start()
-    if fault := await _find_start_fault(testers):
+    try:
+        await testers.sandboxes.start()
+        fault = await _find_start_fault(testers)
+    except BaseException:  # the caller may stop waiting
+        await testers.sandboxes.close()
+        raise
+    if fault:
         await testers.sandboxes.close()
         cure = 'raise its limits, or install pytest again with `pip install "rollflow[testing]"`'
         raise ConfigError(f'{_name_kind(config)} cannot run test cases with "pytest": {fault}; {cure}')
@@ -170,10 +175,9 @@ def find_file_fault(source: str) -> str | None:
     file must be valid Python.
     """
     tree = ast.parse(source)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    tests = [node for node in functions if node.name.startswith("test")]
+    tests = list(_list_tests(tree))
     if not tests:
-        return "its pytest file defines no function test_...; add one"
+        return "its pytest file defines no function test_...; add one, at the top or in a class Test..."
     if late := next((node.name for node in tests if isinstance(node, ast.AsyncFunctionDef)), None):
         return f"{late} of its pytest file is async, which needs a plugin of pytest; write a plain function"
     for name, star in _list_imports(ast.walk(tree)):
@@ -196,6 +200,18 @@ def has_pytest_file(reference: Mapping[str, Any]) -> bool:
     """Return whether a data row has a test case that is a pytest file."""
     rows = reference.get("cases")
     return isinstance(rows, list | tuple) and any(isinstance(row, Mapping) and row.get("pytest") for row in rows)
+
+
+def _list_tests(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the functions that pytest takes for tests. A class has tests if its name begins with Test, or if it has a
+    base class, which may be `unittest.TestCase`.
+    """
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            if child.name.startswith("test"):
+                yield child
+        elif not isinstance(child, ast.ClassDef) or child.bases or child.name.startswith("Test"):
+            yield from _list_tests(child)
 
 
 def _list_imports(nodes: Iterator[ast.AST]) -> Iterator[tuple[str, bool]]:
