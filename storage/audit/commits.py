@@ -13,7 +13,7 @@ from rollflow.storage.audit.expected import BatchLimits
 from rollflow.storage.audit.report import ViolationKind
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.log.state import RunState
-from rollflow.storage.records import Discard, DiscardReason, GroupKey
+from rollflow.storage.records import LEAST_JUDGED, Discard, DiscardReason, GroupKey
 
 Found = tuple[ViolationKind, str]
 LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
@@ -32,7 +32,7 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
         )
     for discard in body.discards:
         yield from _check_discard(discard, after)
-    yield from _check_unjudged(body)
+    yield from _check_unjudged(body, after, limits)
     if limits is None:
         return
     if len(body.groups) != limits.groups:
@@ -70,16 +70,28 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
         )
 
 
-def _check_unjudged(body: BatchCommitted) -> Iterator[Found]:
+def _check_unjudged(body: BatchCommitted, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:
     """Check that each unjudged response belongs to a group that the log entry commits, filters or discards as
-    unjudged."""
-    reasons = DiscardReason.FILTERED, DiscardReason.UNJUDGED
-    known = {one.key for one in body.discards if one.reason in reasons} if body.unjudged else set()
-    known |= {group.key for group in body.groups} if body.unjudged else set()
+    unjudged, and that the group may have this unjudged response."""
+    reasons = {one.key: one.reason for one in body.discards} if body.unjudged else {}
+    committed = {group.key for group in body.groups} if body.unjudged else set()
+    samples: dict[GroupKey, list[int]] = {}
     for one in body.unjudged:
-        if one.key not in known:
+        samples.setdefault(one.key, []).append(one.sample)
+        if one.key not in committed and reasons.get(one.key) not in (DiscardReason.FILTERED, DiscardReason.UNJUDGED):
             what = f"an unjudged response of dispatch {_name(one.key)}, which it neither commits nor discards so"
             yield "unjudged", f"the entry of batch {body.number} has {what}"
+    most = max(0, after.group_size - LEAST_JUDGED)
+    responses = limits.group_size + limits.redundant_responses if limits else math.inf
+    for key, numbers in samples.items():
+        name, reason = _name(key), reasons.get(key)
+        if len({*numbers}) < len(numbers) or min(numbers) < 0 or max(numbers) >= responses:
+            yield "unjudged", f"dispatch {name} has no such unjudged responses: {numbers}"
+        elif len(numbers) > (1 if reason is DiscardReason.UNJUDGED else most):
+            yield "unjudged", f"dispatch {name} has too many unjudged responses: {numbers}"
+        elif reason is DiscardReason.FILTERED and limits and not limits.leave_out:
+            what = 'the config has no unjudged = "leave_out"'
+            yield "unjudged", f"dispatch {name} was discarded as filtered with unjudged responses, but {what}"
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:

@@ -28,16 +28,16 @@ def check_left_out(
     A response is left out with all rows of its episode. The reward of a response that is left out is NaN.
     """
     groups = {group.key for group in body.groups}
-    recorded = sorted(one for one in body.unjudged if one.key in groups)
+    recorded = [one for one in body.unjudged if one.key in groups]
     left_out_R = batch.left_out
     if not left_out_R.any() and not recorded:
         return
     pairs = zip(batch.table["index"].to_pylist(), batch.table["attempt"].to_pylist(), strict=True)
     keys_R = [GroupKey(*pair) for pair in pairs]
     yield from _check_rows(batch, left_out_R, keys_R, asked)
-    found = sorted(_list_left_out(batch, left_out_R, keys_R))
-    if found != recorded:
-        wrong = next(iter({*found} ^ {*recorded}))
+    found = list(_list_left_out(batch, left_out_R, keys_R))
+    in_file, in_log = Counter(found), Counter(recorded)
+    for wrong in [*(in_file - in_log), *(in_log - in_file)][:1]:
         what = f"response {wrong.prompt}.{wrong.attempt}.{wrong.sample}"
         yield "unjudged", f"the batch file and the log entry disagree on {what}, which nobody could judge: {wrong.why}"
     judged = Counter(keys_R[row] for row in batch.episode_rows if not left_out_R[row])

@@ -419,6 +419,75 @@ def test_audit_finds_an_unjudged_response_of_another_group(sound: Pipeline) -> N
     assert "an unjudged response of dispatch 1000000.0" in " | ".join(find_faults(sound))
 
 
+def test_audit_finds_a_response_that_the_log_names_twice(sound: Pipeline) -> None:
+    changed(sound.store, committed(sound.store, 1).n, lambda body: replace(body, unjudged=body.unjudged * 2))
+    assert "the batch file and the log entry disagree on response" in " | ".join(find_faults(sound))
+
+
+Records = list[UnjudgedResponse]
+
+
+@pytest.mark.parametrize(
+    ("reason", "change", "what"),
+    [
+        (DiscardReason.UNJUDGED, lambda one: [one._replace(sample=-1)], "has no such unjudged responses: [-1]"),
+        (DiscardReason.UNJUDGED, lambda one: [one._replace(sample=SIZE)], "has no such unjudged responses: [4]"),
+        (DiscardReason.UNJUDGED, lambda one: [one, one], "has no such unjudged responses: "),
+        (
+            DiscardReason.UNJUDGED,
+            lambda one: [one, one._replace(sample=(one.sample + 1) % SIZE)],
+            "has too many unjudged responses: ",
+        ),
+        (
+            DiscardReason.FILTERED,
+            lambda one: [one._replace(sample=number) for number in range(3)],
+            "has too many unjudged responses: [0, 1, 2]",
+        ),
+    ],
+)
+def test_audit_finds_impossible_records_of_discarded_groups(
+    reason: DiscardReason, change: Callable[[UnjudgedResponse], Records], what: str
+) -> None:
+    pipeline = build_pipeline(share=0.5, async_ratio=0.0, choices={"filter": FilterConfig(max_mean=0.7)})
+    run_and_audit(pipeline)
+    told = [
+        (entry.n, discard.key, [one for one in entry.body.unjudged if one.key == discard.key])
+        for entry in read(pipeline.store)
+        if isinstance(entry.body, BatchCommitted)
+        for discard in entry.body.discards
+        if discard.reason is reason
+    ]
+    n, key, [one, *_] = next(found for found in told if found[2])
+
+    def forge(body: BatchCommitted) -> BatchCommitted:
+        made = change(one)
+        rates = [rate._replace(correct=0, responses=1) if rate.prompt == key.prompt else rate for rate in body.rates]
+        return replace(
+            body,
+            unjudged=(*(other for other in body.unjudged if other.key != key), *made),
+            rates=body.rates if reason is DiscardReason.UNJUDGED else tuple(rates),
+        )
+
+    changed(pipeline.store, n, forge)
+    assert [fault for fault in find_faults(pipeline) if fault.startswith("unjudged: ") and what in fault]
+
+
+def test_audit_finds_filtered_unjudged_responses_without_key() -> None:
+    """Without `leave_out`, a group with an unjudged response is discarded before the filter sees it."""
+    choices = {"filter": FilterConfig(max_mean=0.7), "judging": {"": JudgingLimits(1)}}
+    pipeline = build_pipeline(share=0.0, async_ratio=0.0, choices=choices)
+    bodies = run_and_audit(pipeline)
+    [body, *_] = [body for body in bodies if body.discards]
+    one = UnjudgedResponse(*body.discards[0].key, 0, WHY)
+    rates = tuple(rate._replace(correct=3, responses=3) if rate.prompt == one.prompt else rate for rate in body.rates)
+    forged = replace(body, unjudged=(one,), rates=rates)
+    changed(pipeline.store, committed(pipeline.store, body.number).n, lambda body: forged)
+    [fault] = find_faults(pipeline)
+    assert fault.endswith(
+        'was discarded as filtered with unjudged responses, but the config has no unjudged = "leave_out"'
+    )
+
+
 def test_audit_finds_left_out_responses_that_config_forbids(sound: Pipeline) -> None:
     sound.scheduler.limits = replace(sound.scheduler.limits, judging={"": JudgingLimits(1)})
     found = find_faults(sound)
