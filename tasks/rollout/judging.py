@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
 from rollflow.storage.records import Outcome
@@ -72,10 +72,22 @@ class Outages:
     def __init__(self) -> None:
         self._in_a_row = Counter[str]()
         self._issued = Counter[str]()  # scorer -> number of started groups when an unjudged group was last counted
+        self._paused = defaultdict[str, set[asyncio.Event]](set)  # scorer -> events that end the pauses of its groups
+        self._is_over = False  # True once no group is issued again
 
     def end(self, scorer: str) -> None:
-        """Record that the scorer judged a group of responses, so no group counts as unjudged any more."""
+        """Record that the scorer judged a group of responses, so no group counts as unjudged any more. The pauses of
+        the scorer's other groups end.
+        """
         self._in_a_row[scorer] = 0
+        for over in self._paused[scorer]:
+            over.set()
+
+    def end_pauses(self) -> None:
+        """End all pauses, now and later, because no group is issued again."""
+        self._is_over = True
+        for over in {over for paused in self._paused.values() for over in paused}:
+            over.set()
 
     def count(self, scorer: str, number: int, issued: int) -> int:
         """Count the unjudged group with this `number`, after `issued` groups were started.
@@ -95,8 +107,11 @@ class Outages:
         The pause doubles with each consecutive unjudged group, up to `LONGEST_PAUSE`. If no unjudged group is counted,
         there is no pause.
         """
-        if in_a_row := self._in_a_row[scorer]:
-            await _wait(over, min(FIRST_PAUSE * 2 ** min(in_a_row, 10), LONGEST_PAUSE))
+        if self._is_over or not (in_a_row := self._in_a_row[scorer]):
+            return
+        self._paused[scorer].add(over)
+        await _wait(over, min(FIRST_PAUSE * 2 ** min(in_a_row, 10), LONGEST_PAUSE))
+        self._paused[scorer].discard(over)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> bool:

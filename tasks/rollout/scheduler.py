@@ -167,6 +167,7 @@ class RolloutScheduler:
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._admit(tasks)), tasks.create_task(self._journal.run())]
             await self._form_batches()
+            self._outages.end_pauses()
             for task in endless:
                 task.cancel()
 

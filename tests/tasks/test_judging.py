@@ -36,7 +36,7 @@ from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.environments.imported import ImportedEnvironment
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.group import GroupRollout
-from rollflow.tasks.rollout.judging import ScoreQueue, judge_repeatedly
+from rollflow.tasks.rollout.judging import Outages, ScoreQueue, judge_repeatedly
 from rollflow.tasks.rollout.limits import JudgingLimits
 from rollflow.tasks.run.context import parse_recorded
 from rollflow.tasks.runtime.clock import run_virtual
@@ -282,6 +282,59 @@ def test_long_outage_of_a_judge_does_not_end_the_run() -> None:
     run_virtual(pipeline.run())
     assert pipeline.state.version == 2
     assert pipeline.calls < 1000
+
+
+class OneAway(Pipeline):
+    """A pipeline with a second scorer, which is always away. The rest of the run does not need its groups."""
+
+    ended = 0.0
+
+    def _prompt(self, index: int) -> Prompt:
+        return replace(super()._prompt(index), scorer="away" if index % 4 == 0 else "")
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        return AWAY if request.scorer == "away" else await super()._score(request)
+
+    async def _schedule(self) -> None:
+        await self.scheduler.run()
+        self.ended = asyncio.get_running_loop().time()
+
+    async def _learn(self) -> None:
+        await super()._learn()
+        while not self.ended:
+            await asyncio.sleep(0.1)
+
+
+def test_unjudged_groups_do_not_delay_the_end_of_the_run() -> None:
+    judging = {"": JudgingLimits(1), "away": JudgingLimits(1, 10**6)}
+    pipeline = OneAway(MemoryStore("end"), versions=2, choices={"judging": judging, "redundant_groups": 3})
+    pauses = list[float]()
+    pause = Outages.pause
+
+    async def note_pause(self: Outages, scorer: str, over: asyncio.Event) -> None:
+        pauses.append(asyncio.get_running_loop().time())
+        await pause(self, scorer, over)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Outages, "pause", note_pause)
+        run_virtual(pipeline.run())
+    assert pipeline.state.version == 2
+    assert pipeline.ended < max(pauses) + 0.5
+
+
+def test_paused_groups_continue_once_the_scorer_judges() -> None:
+    async def pause(scorer: str) -> float:
+        outages, over = Outages(), asyncio.Event()
+        for number in range(1, 11):
+            outages.count("away", number, number)
+        asyncio.get_running_loop().call_later(1.0, outages.end, scorer)
+        await outages.pause("away", over)
+        await outages.pause("other", asyncio.Event())
+        assert over.is_set() is (scorer == "away")
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(pause("away")) == 1.0
+    assert run_virtual(pause("other")) == 30.0
 
 
 def test_cancelled_group_is_not_judged_again() -> None:

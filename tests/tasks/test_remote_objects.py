@@ -25,6 +25,7 @@ class Grid:
     def __init__(self): self.cells = {}
     def __setitem__(self, key, value): self.cells[key] = value
     def __getitem__(self, key): return self.cells[key]
+    def __delitem__(self, key): del self.cells[key]
 class Never:
     def __bool__(self): return False
 class Empty:
@@ -40,7 +41,10 @@ RIGHT: dict[str, tuple[str, str]] = {
     ),
     "objects can be false": (GRID, "assert not Never()\nassert not Empty()\nassert Grid()"),
     "attributes can be set": (NODE, "node = Node(1)\nnode.next = Node(2)\nassert total(node) == 3"),
-    "items can be set": (GRID, "grid = Grid()\ngrid[1, 2] = 3\nassert grid[1, 2] == 3"),
+    "items can be set": (
+        GRID,
+        "grid = Grid()\ngrid[1, 2] = 3\nassert grid[1, 2] == 3\ndel grid[1, 2]\nassert not grid.cells",
+    ),
     "iterators become lists": (
         "def count(most):\n    yield from range(most)",
         "assert list(count(3)) == [0, 1, 2]\nassert sum(count(4)) == 6\na, b = count(2)\nassert next(count(1)) == 0",

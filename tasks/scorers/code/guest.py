@@ -37,6 +37,7 @@ ATTRIBUTE = "__getattr__"  # the method name that means reading an attribute
 FORWARDED: dict[str, Any] = {
     "__bool__": bool,
     "__call__": operator.call,
+    "__delitem__": operator.delitem,
     "__getitem__": operator.getitem,
     "__iter__": iter,
     "__len__": len,
