@@ -31,7 +31,7 @@ def run_home() -> Path:
         return Path(given).expanduser().absolute()
     except (RuntimeError, FileNotFoundError) as error:
         raise ConfigError(
-            f"ROLLFLOW_HOME = {given!r} names no folder ({error}); set ROLLFLOW_HOME to an absolute path"
+            f"ROLLFLOW_HOME = {given!r}: this path names no folder ({error}); set ROLLFLOW_HOME to an absolute path"
         ) from None
 
 

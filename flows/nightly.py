@@ -313,8 +313,8 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
             if time.monotonic() > limit:
                 _stop_others(config.name)
                 raise Unreachable(
-                    f"run {run_id} took longer than {seconds / 3600:g} hours, the limit of the nightly file, and was "
-                    "stopped"
+                    f"run {run_id} took longer than {seconds / 3600:g} hours, the limit in the file of nightly runs, "
+                    "and was stopped"
                 )
             time.sleep(POLL_SECONDS)
     except TerminationSignal:

@@ -105,8 +105,9 @@ class TrajectoryStore:
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
-        """List the groups that were discarded while the batch of log entry `entry` was formed, including the groups
-        that earlier, voided commits of this batch discarded.
+        """List the groups that were discarded while the batch of log entry `entry` was formed.
+
+        If earlier commits of the batch were voided, the list includes the groups that were discarded before them.
 
         If a log entry cannot be read, the list of discarded groups of responses is incomplete. The list of discarded
         groups of responses is used only for metrics and for display.

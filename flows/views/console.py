@@ -27,7 +27,7 @@ from rollflow.flows.views.status import RunStatus, StageStatus
 BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
-WORTH_SAYING = 0.02  # Smallest share that the summary shows, such as a role's share of the CPU seconds.
+WORTH_SAYING = 0.02  # The summary does not list a role whose share of the CPU seconds is smaller.
 # Roles whose processes only watch the run and do no training.
 WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}
 STATE_MARKS = {

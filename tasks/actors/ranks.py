@@ -3,9 +3,9 @@
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
             +---- orders, over a separate connection that is protected by a secret ----+
 
-The rank actors belong to the learner's actor: Ray ends the rank actors with the learner's actor. The GPUs of all ranks
-are reserved together in a placement group, or not at all, so two runs never wait for each other with half of their
-ranks. Traffic between ranks goes over the network between their machines, unencrypted.
+The rank actors belong to the learner's actor: Ray ends the rank actors with the learner's actor. The GPUs of all
+ranks but the first are reserved together in a placement group, or not at all, so two runs do not wait for each other
+with half of these GPUs. Traffic between ranks goes over the network between their machines, unencrypted.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         """
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            self._process(tokens, params)  # this call raises vLLM's error message about the prompt
+            self._process(tokens, params)  # raises vLLM's own error about an empty or too long prompt
             raise ValueError(
                 f"the prompt contains a token id outside of the policy's vocabulary of {self._vocabulary} tokens"
             )

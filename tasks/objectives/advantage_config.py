@@ -37,8 +37,8 @@ class Advantage(Section):
     credit: Literal["episode", "turn", "state"] = Field(
         "episode",
         description="rewards for which a turn of an episode gets credit. episode: all rewards of the episode; turn: "
-        "its own and all later rewards; state: as episode, plus a comparison with turns that acted in the same state "
-        "(GiGPO)",
+        "its own and all later rewards; state: all rewards of the episode, and its discounted return is compared with "
+        "those of other turns in the same state (GiGPO)",
     )
     state_weight: float = Field(
         1.0,

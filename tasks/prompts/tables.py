@@ -186,7 +186,7 @@ def check_columns(config: FilePrompts, header: Sequence[str]) -> None:
 def _to_text(value: object) -> str:
     """Return a date, a time or a decimal number as text, because JSON has no such types."""
     if isinstance(value, bytes | bytearray | memoryview):
-        raise TypeError("bytes are not text")
+        raise TypeError("a value is bytes, which JSON cannot contain")
     return str(value)
 
 

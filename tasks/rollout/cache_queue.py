@@ -5,9 +5,9 @@
 - A turn of an episode with a claim runs on the engine of the claim, which still has the tokens of earlier turns, and
   goes before all episodes without a claim.
 - An episode keeps its claim while its environment works (the episode is *parked*). If the claims on an engine, with one
-  more turn of each episode, outgrow the cache, parked episodes lose their claims. The episode with the fewest tokens
-  loses its claim first, because its tokens cost least to compute again. The next turn of an episode without a claim
-  waits until the episode is admitted again.
+  more turn of each episode, outgrow the cache, parked episodes lose their claims. The parked episode with the
+  fewest tokens loses its claim on the engine first, because its tokens cost least to compute again. The next turn of an
+  episode without a claim waits until the episode is admitted again.
 - Episodes without a claim are admitted in the order of the queue. An engine without claims admits any episode, so that
   even an episode that is larger than the cache can run.
 - A claim ends when its episode requests no more generations, or when its engine ends.

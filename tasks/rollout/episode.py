@@ -153,7 +153,7 @@ class PlayedEpisode:
         return self._apply_extension(messages, *found)
 
     async def extend_apart(self, messages: Sequence[Message]) -> bool:
-        """Add messages like `extend`, but long messages in a thread, as `Episode.extend_apart` specifies."""
+        """Add messages like `extend`, but tokenize long messages in another thread; see `Episode.extend_apart`."""
         found = await self._talk.extend_apart(self.ports.renderer, self.prompt, self.response, messages)
         return self._apply_extension(messages, *found)
 
@@ -234,7 +234,7 @@ class PlayedEpisode:
         return align_values(score, checked, self.response) if score.has_token_values else score
 
     def find_unjudged(self, score: Score) -> Score | None:
-        """Return a score that could not be computed and that the reward may depend on, or None if all were computed."""
+        """Return `score` if it is unjudged; else the last unjudged score of the episode, or None if there is none."""
         return score if score.outcome is Outcome.UNJUDGED else self.unjudged
 
     def let_go(self) -> None:

@@ -51,7 +51,9 @@ class PlacementConfig(Section):
 
 
 class RewardActorsConfig(Section):
-    """The number of reward actors, which follows the queue of responses that wait for a score."""
+    """The smallest and the largest number of reward actors. While many responses wait for a score, a run starts more
+    reward actors, up to the largest number.
+    """
 
     min: int = Field(1, gt=0, le=1024, description="smallest number of reward actors")
     max: int | None = Field(

@@ -1,8 +1,9 @@
 """Checks the names that users give to runs and recipes (config files), because names become parts of paths.
 
-A run id is plain ASCII, begins with a letter or a digit, and contains neither "/" nor a space. A path that ends with a
-run id cannot lead out of the folder that contains the runs. A run id that a user enters is checked by `run_id`, or by
-the types in the form of a Prefect deployment. The module `names` imports no third-party package except pydantic.
+A run id is plain ASCII, begins with a letter or a digit, and contains neither "/" nor a space. If a run id is appended
+to the path of the folder of all runs, the result is directly inside this folder. A run id that a user enters is checked
+by `run_id`, or by the types in the form of a Prefect deployment. The module `names` imports no third-party package
+except pydantic.
 """
 
 from __future__ import annotations

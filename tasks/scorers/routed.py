@@ -17,7 +17,10 @@ from rollflow.tasks.scorers.config import name_section
 
 
 class SeveralScorers(Scorer):
-    """Starts, watches and closes scorers. A subclass of `SeveralScorers` submits responses to the scorers."""
+    """Starts, watches and closes scorers.
+
+    A subclass must implement `submit`, which chooses the scorer of a response.
+    """
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
         self.scorers = dict(scorers)

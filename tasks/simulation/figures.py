@@ -250,7 +250,7 @@ def simulate_population(config: RunConfig, prompts: int, filtered: Collection[in
 def _draw_episode(
     config: RunConfig, lengths: ResponseLengths, environment: TimedEnvironment | None, index: int, sample: int
 ) -> DrawnEpisode:
-    """Draw one episode as the engine and the timed environment do, if the environment never fails."""
+    """Draw the same turns and times of an episode that the timed engine and the timed environment would draw."""
     engine, seed, prompt = config.engine, sample_seed(config.seed, index, sample), SimulatedPrompts.tokens(index)
     assert isinstance(engine, TimedEngineConfig)
     grain, room, tokens, turns = engine.tokens_per_tick, engine.max_new_tokens, 0, 0

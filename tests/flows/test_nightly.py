@@ -80,7 +80,7 @@ class Trainer:
         return context
 
 
-def test_nightly_runs_survive_a_changed_clock(plan: Nightly, tmp_path: Path) -> None:
+def test_four_nights_promote_prune_and_continue(plan: Nightly, tmp_path: Path) -> None:
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
     results, best = [], []

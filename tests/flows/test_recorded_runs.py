@@ -138,7 +138,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("plant", "number", "release"), OTHERS.values(), ids=OTHERS)
-def test_unknown_storage_format_is_refused_with_its_release(
+def test_error_about_an_unknown_storage_format_names_its_release(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

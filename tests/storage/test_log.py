@@ -522,7 +522,7 @@ def test_log_entry_is_read_as_written() -> None:
     assert json.loads(encoded.data)["body"]["discards"] == [[[4, 1], "stale", 2, 9]]
 
 
-def test_batch_entry_has_oldest_start_and_newest_token_version() -> None:
+def test_log_entry_of_a_batch_has_its_oldest_and_newest_version() -> None:
     def trajectory(sample: int, started: int, versions: tuple[int, ...]) -> Trajectory:
         chosen = tuple(version >= 0 for version in versions)
         quiet = (0.0,) * len(versions)

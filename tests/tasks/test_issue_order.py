@@ -63,7 +63,7 @@ def test_preempted_prompt_waits_for_the_next_policy_version(reason: DiscardReaso
     assert (5, 1) not in prompts(order, 0, 3)  # this attempt is issued only once
 
 
-def test_epoch_starts_after_reissued_prompts() -> None:
+def test_new_epoch_waits_for_prompts_that_are_issued_again() -> None:
     """An epoch skips what is solved when it starts, so it starts when its first prompt is next, and not earlier."""
     limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0)
     order = IssueOrder(limits, Cursor((3,), (0,)), [GroupKey(1, 1)], epochs=[(0, 3)])

@@ -65,8 +65,10 @@ class Settings:
 
 
 def load_settings(path: Path) -> Settings:
-    """Read and check a settings file of an installation. Relative paths in a settings file are relative to the folder
-    of that file.
+    """Read and check a settings file of an installation.
+
+    Relative paths in the sections `[store]`, `[cluster]` and `[tracking]` are relative to the folder of the settings
+    file; values in `[variables]` stay as they are.
 
     Raises:
         ConfigError: the settings file is invalid, or contains a secret.

@@ -1,8 +1,8 @@
 """Starts the worker processes of one environment (together called the guest), and controls them from an event loop.
 
 The guest's first process is the keeper (see `guest.keeper`). If the keeper dies, the kernel kills the guest's
-processes. `Guest` then kills all processes that the guest's processes have started: their environment variables contain
-the guest's mark.
+processes. `Guest` also kills the remaining processes whose environment variables contain the guest's mark; a process
+inherits this mark from the process that started it, unless it is started with other environment variables.
 """
 
 from __future__ import annotations

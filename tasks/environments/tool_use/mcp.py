@@ -89,8 +89,8 @@ class McpSession:
 
 @contextlib.asynccontextmanager
 async def open_session(name: str, server: McpServer, pool: WorldPool) -> AsyncIterator[McpSession]:
-    """Start a worker process for the server of an episode. At the end of the `async with` block, end the server and the
-    process.
+    """Start a worker process that will run the MCP server of an episode. At the end of the `async with` block, end the
+    server and the process.
 
     Raises:
         WorldEnded: no process can be started.

@@ -41,8 +41,10 @@ POLL_SECONDS = 0.02
 
 
 class Staging:
-    """Runs on the first rank, and lets all ranks store the files of a policy version. Several threads may call `put` at
-    the same time."""
+    """Tells each rank which checkpoint files of a policy version it must store, and waits for the files.
+
+    Only the first rank has this object. Several threads may call `put` at the same time.
+    """
 
     def __init__(
         self, ranks: GlooRanks, sizes: Mapping[str, tuple[int, bool]], most: int, gather: Callable[[SendFile], Data]

@@ -196,9 +196,9 @@ class MultiRankLearner:
             with raise_lost():
                 yield
         except NotFinite:
-            raise  # all ranks raise the same error and can train further
+            raise  # all ranks raise the same error, and can continue training
         except StepStopped as stopped:
-            raise stopped.error or stopped from None  # the train step ended on all ranks, which can train further
+            raise stopped.error or stopped from None  # all ranks ended the train step, and can continue training
         except (StoreFailed, Unreachable, ConfigError):
             raise  # the object store failed, but no rank failed
         except RankLost as error:

@@ -81,7 +81,7 @@ class TurnJournal:
         max_snapshot_bytes: int = SNAPSHOT_BYTES,
     ) -> None:
         self._folder, self._waits, self.max_snapshot_bytes = folder, waits, max_snapshot_bytes
-        self.recalled = 0  # number of turns that were recalled
+        self.recalled = 0  # number of turns that were read from storage instead of generated again
         self.restored = 0  # number of environments that were restored from a snapshot
         self.diverged = 0  # number of turns that were not recalled because the request differs
         self._known: dict[EpisodeKey, dict[int, FinishedTurn]] = {}

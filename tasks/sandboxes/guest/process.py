@@ -84,7 +84,10 @@ class GuestProcess:
         return self._popen.poll() is not None
 
     def kill(self) -> None:
-        """Kill the process and all its descendants."""
+        """Kill the process, its process group and its descendants.
+
+        A descendant in another process group survives if its parent has ended.
+        """
         kill_descendants([self.pid])
         self.signal_group(signal.SIGKILL)
 

@@ -81,7 +81,7 @@ class GuestSession:
     def __init__(self, roots: set[int], request: Header) -> None:
         self._roots, self._opened = roots, request
         self._process: GuestProcess | None = None
-        self._orders = self._statuses = -1  # the pipe to a Python session for code, and the pipe for exit codes
+        self._orders = self._statuses = -1  # pipes: code for the Python process, and exit codes from it
         self._number_in_shell = -1  # file descriptor of the pipe for exit codes in the shell
         self._number = self._last = 0  # number of the current run, and exit code of the previous run
         self._statement = bytearray()

@@ -75,8 +75,9 @@ class RunCodeResponse(BaseModel):
 
 @dataclass(frozen=True)
 class Language:
-    """The commands that compile and run a program of one language; without `file`, the program is Python source that
-    runs in a prepared interpreter.
+    """The commands that compile and run a program of one language.
+
+    If `file` is empty, the language is Python, and the program runs in an interpreter that was started before.
     """
 
     run: tuple[str, ...] = ()

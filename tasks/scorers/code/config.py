@@ -13,7 +13,8 @@ class AdaptiveDeadline(Section):
     factor: float = Field(
         1.5,
         ge=1,
-        description="deadline of a test case, as a multiple of the longest seconds of a correct program on the case",
+        description="deadline of a test case, as a multiple of the longest time that a correct program has taken on "
+        "the case",
     )
     min_seconds: float = Field(
         2.0,

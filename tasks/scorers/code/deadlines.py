@@ -2,7 +2,8 @@
 
     deadline = min(max(T_min, lambda * T_anchor), T_max)
 
-    T_anchor   longest seconds so far of a correct program on the test case; a program is correct if it passes all cases
+    T_anchor   longest time that a correct program has taken on the test case; a program that passes
+               all cases is correct
                (with `reference_column`, the reference solution of the data row is one of the correct programs)
     T_max      `reward.case_seconds`, which is also the deadline of a case without an anchor
 

@@ -1,8 +1,8 @@
 """Detects the language of a text with the package langdetect, which IFEval's published checker uses.
 
 A text always has the same language: langdetect draws parts of the text at random, and its random generator starts with
-`SEED` for each text. The order of langdetect's languages decides how sums are rounded, so this module fixes the order.
-Without this, the order of the languages would depend on the file system.
+`SEED` for each text. langdetect adds up probabilities in the order of its languages, and rounding errors depend on this
+order. So this module always loads the languages in sorted order, instead of the order of the file system.
 """
 
 from __future__ import annotations
