@@ -266,6 +266,7 @@ def test_run_end_prunes_versions_kept_for_evaluation(
     monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
     monkeypatch.setattr(post_training, "build_outcome", lambda *_: None)
     monkeypatch.setattr(post_training, "block_rows", lambda *_: [])
+    monkeypatch.setattr(post_training, "sandbox_rows", lambda *_: [])
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store, keep_last=1, keep_every=100)
     train(store, 5)
@@ -280,7 +281,8 @@ def test_run_end_prunes_versions_kept_for_evaluation(
 
     if failure:
         monkeypatch.setattr(MemoryStore, "delete", delete)
-    nothing = dict.fromkeys(("plot", "progress", "anchor"), lambda *_: None)
+    writer.sandboxes = SimpleNamespace(totals=dict)
+    nothing = dict.fromkeys(("plot", "progress", "anchor", "sandboxes"), lambda *_: None)
     page: Any = SimpleNamespace(close=lambda: None, **nothing)
     assert _finish(stages, writer, supervisor, AuditReport(), page) == {"summary": "of it"}
     assert told == ["FINISHED", "done"]

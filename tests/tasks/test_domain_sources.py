@@ -12,6 +12,7 @@ from rollflow.tasks.environments.tool_calls import parse_action
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.domains import LinePrograms, LongProducts, WordLists
 from rollflow.tasks.scorers.code.scorer import find_cases_fault
+from rollflow.tasks.scorers.config import CodeReward
 from rollflow.tasks.scorers.text.instructions import follow_instructions
 
 ASKED = 300
@@ -36,7 +37,7 @@ def test_demonstrated_programs_pass_their_test_cases(most: int) -> None:
     for question in list_questions(LinePrograms(seed=1, held_out=40, most=most)):
         cases = question.reference["cases"]
         assert [execute(question.answer, case["stdin"]) for case in cases] == [case["stdout"] for case in cases]
-        assert find_cases_fault(question.reference) is None
+        assert find_cases_fault(CodeReward(), question.reference) is None
 
 
 def test_programs_with_a_missing_step_fail_their_test_cases() -> None:
