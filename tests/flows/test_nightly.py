@@ -287,7 +287,7 @@ class TestOnAServer:
         monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)
         name = f"math-night-{time.strftime('%Y%m%d-%H%M', time.gmtime())}"
         with pytest.raises(
-            Unreachable, match=r"took longer than .* hours, the limit of the nightly file, and was stopped"
+            Unreachable, match=r"took longer than .* hours, the limit in the file of nightly runs, and was stopped"
         ):
             train_here(RunConfig(name="math"), name, 0.3)
         with open_client() as client:

@@ -115,7 +115,7 @@ def test_mixture_of_experts_layers_get_no_lora_adapter(name: str) -> None:
 
 def test_unknown_lora_target_is_refused_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"targets = \['c_proj'\]: .* no linear layer of such a name; .* down_proj, gate_proj"
+        ConfigError, match=r"targets contains \['c_proj'\]: .* no linear layer of such a name; .* down_proj, gate_proj"
     ):
         learner(folder, lora=Lora(targets=("q_proj", "c_proj")))
 
