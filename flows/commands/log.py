@@ -115,8 +115,13 @@ def _describe_batch(body: BatchCommitted) -> str:
     if left_out:
         discarded += f"; {len(left_out)} unjudged responses left out"
     if body.unjudged:
-        discarded += f"; why unjudged: {body.unjudged[-1].why}"
+        discarded += f"; why unjudged: {_join_lines(body.unjudged[-1].why)}"
     return f"batch {body.number} committed: {len(body.groups)} groups, {tokens:,} response tokens{discarded}"
+
+
+def _join_lines(text: str) -> str:
+    """Return a text as one line without control characters, so that the text cannot look like another log entry."""
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
 def _describe_version(body: VersionPublished) -> str:

@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.log import describe_entry
 from rollflow.flows.config import parse_config
 from rollflow.flows.tracking.tracking import ROLLOUT
 from rollflow.flows.views.progress import system_figures
 from rollflow.flows.views.progress_blocks import block_rows
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.entries import BatchCommitted, Entry
 from rollflow.storage.records import (
     Discard,
     DiscardReason,
     GroupKey,
     Outcome,
+    StoredObject,
     Trajectory,
     TrajectoryGroup,
     UnjudgedResponse,
@@ -117,6 +120,13 @@ def test_inspect_and_log_show_why_a_group_was_not_judged(run: RunContext, capsys
     text = " ".join(capsys.readouterr().out.split())
     assert "1 unjudged responses left out" in text
     assert GroupKey(4, 1) in read_batch(run, 3).keys
+
+
+def test_log_shows_a_reason_of_several_lines_as_one_line() -> None:
+    told = UnjudgedResponse(1, 0, 2, "away\n\x1b[31m2026-01-01  7  learner\tversion 9 published")
+    body = BatchCommitted(0, StoredObject("", 0, ""), 0, (), (), unjudged=(told,))
+    text = describe_entry(Entry(1, "", "", "scheduler", 0, 0, 1, 0.0, body))
+    assert text.endswith("; why unjudged: away [31m2026-01-01 7 learner version 9 published")
 
 
 def test_progress_counts_left_out_tokens_as_waste(run: RunContext) -> None:
