@@ -68,6 +68,10 @@ RIGHT: dict[str, tuple[str, str]] = {
         "def f(): raise ExceptionGroup('two', [ValueError(1)])",
         "try:\n    f()\nexcept ExceptionGroup as error:\n    assert 'two' in str(error)\nelse:\n    assert 0",
     ),
+    "huge integers are copied": (
+        "def double(x): return 2 * x\nhuge = [-(10**5000)]",
+        "import solution\nassert double(3**20000) == 2 * 3**20000\nassert solution.huge == [-(10**5000)]",
+    ),
     "deep values at the top of a program": (NESTED, "assert f(2) == 4"),
 }
 # program and test: the test must fail, as it does in one process

@@ -29,6 +29,7 @@ CHANNEL = 3  # file descriptor of the socket between the two sandboxes of a test
 # exit codes of the tests: a call has no recorded answer yet, or differs from the recorded call
 ASKS, DIFFERS = 75, 76
 DEEPEST = 100  # deepest nesting of values that the tests and the program may exchange
+MOST_BITS = 10_000  # largest number of bits of an integer in decimal digits, of which Python reads at most 4,300
 LONGEST_TEXT = 500  # largest number of characters of an error's text
 PLAIN = (type(None), bool, int, str)
 ATTRIBUTE = "__getattr__"  # the method name that means reading an attribute
@@ -58,6 +59,8 @@ def encode(value: Any, keep: Any, depth: int = 0) -> Any:
     if depth > DEEPEST:
         raise ValueError("the value is nested too deeply")
     kind = type(value)
+    if kind is int and value.bit_length() > MOST_BITS:
+        return {"int": hex(value)}
     if kind in PLAIN:
         return value
     if kind is float:
@@ -100,6 +103,8 @@ def decode(value: Any, remote: Any) -> Any:
     ((kind, content),) = value.items()
     if kind == "float":
         return float(content)
+    if kind == "int":
+        return int(content, 16)
     if kind == "dict":
         return {decode(key, remote): decode(part, remote) for key, part in content}
     if kind == "bytes":
