@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -101,7 +102,8 @@ async def test_box_killed_during_a_creation_ends_the_creation() -> None:
         assert sandboxes._process is not None
         box = psutil.Process(sandboxes._process.pid)
         for process in (box, *box.children(recursive=True)):
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):  # processes of the first program may end now
+                process.suspend()
         creating = asyncio.create_task(sandboxes.create())
         await asyncio.sleep(0.2)
         box.kill()
