@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 KILLED = ("reward worker", "reward actor", "sandboxes", "reward flow")
 RECIPE = (Path(__file__).parents[2] / "flows/recipes/domains.toml").read_text()
-VERSIONS = {"timed": 200, "vllm": 60}
+VERSIONS = {"timed": 200, "vllm": 100}
 SIZES = {"timed": (6, 4), "vllm": (48, 8)}  # groups of a batch, and responses of a group
 SETTINGS = {
     "timed": (
