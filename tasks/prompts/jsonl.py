@@ -76,12 +76,24 @@ class JsonlSource:
             self._left_out["they are near duplicates of held-out questions"] = len(lines) - len(kept)
             lines = kept
         if not lines:
-            cure = "lower prompts.held_out or give more lines"
-            if self._config.held_out_file is not None:
-                cure = "all their questions are held out; name another file or split"
-            cure += ", or widen prompts.difficulty" if self._config.difficulty else ""
-            raise self._config.refusal(f"no line of the file is left to train on; {cure}")
+            raise self._config.refusal(self._describe_shortage())
         return lines
+
+    def _describe_shortage(self) -> str:
+        """Return why no line is left to train on, with a remedy for the reason that leaves out the most lines."""
+        left_out = {why: count for why, count in self._left_out.items() if count}
+        most = max(left_out, key=left_out.__getitem__, default="")
+        remedy = "lower prompts.held_out or give more lines"
+        if "prompts.difficulty" in most:
+            remedy = "widen prompts.difficulty"
+        elif "near duplicates" in most:
+            remedy = 'set prompts.near_duplicates = "count"'
+        elif self._config.held_out_file is not None:
+            remedy = "name another file or split"
+        counts = "".join(
+            f"; {count} of {len(self._others)} are left out because {why}" for why, count in left_out.items()
+        )
+        return f"no line of the file is left to train on{counts}; {remedy}"
 
     def training(self, position: int) -> Question:
         """Return the training question at `position`."""

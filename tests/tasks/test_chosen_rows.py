@@ -73,7 +73,9 @@ def test_row_without_a_difficulty_number_is_refused(value: object) -> None:
 
 
 def test_file_without_a_row_in_difficulty_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no line of the file is left to train on; .*widen prompts.difficulty"):
+    with pytest.raises(
+        ConfigError, match=r"because they are outside prompts\.difficulty \(.*\); widen prompts\.difficulty$"
+    ):
         trained(ROWS, difficulty={"min": 2})
 
 

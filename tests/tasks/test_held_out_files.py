@@ -99,7 +99,7 @@ def test_held_out_file_equal_to_the_training_file_is_refused(tmp_path: Path) -> 
     source = source_of(tmp_path)
     source["held_out_path"] = source["path"]
     prompts = RunPrompts(parse_config({"prompts": [source]}).prompts, 0, 4, lambda *_: [1], 100, read_file)
-    with pytest.raises(ConfigError, match=r"no line of the file is left to train on; all their questions are held out"):
+    with pytest.raises(ConfigError, match=r"left out because their question is held out; name another file or split"):
         prompts.prompt(0)
 
 

@@ -51,7 +51,7 @@ class CaseResult:
 
     @property
     def value(self) -> float:
-        """What the case counts in the reward, from 0 to 1."""
+        """The share of the case that counts in the reward, from 0 to 1."""
         return float(self.passed) if self.share is None else self.share
 
 
