@@ -36,36 +36,13 @@ from rollflow.tasks.scorers.judge.prompts import Material, ask_verdict
 from rollflow.tasks.scorers.judge.scorer import JudgeScorer
 from tests.support.judge_server import Body, Reply, judge_server, verdict
 from tests.support.log_runs import read
-from tests.support.small_run import make_policy
+from tests.support.small_run import SORTING_RECIPE, make_policy
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 AWAY_SECONDS = 60.0
-RECIPE = """
-name = "judged"
-versions = 12
-groups = 4
-group_size = 4
-
-[policy]
-path = "{policy}"
-
-[[prompts]]
-kind = "sorting"
-
-[engine]
-kind = "timed"
-max_new_tokens = 16
-median_tokens = 8
-seconds_per_token = 0.01
-
-{reward}
-
-[evaluation]
-every = 0
-prompts = 2
-
+STORE = """
 [store]
 uri = "{store}"
 """
@@ -152,7 +129,8 @@ def test_run_with_an_unreliable_judge_trains_on_verdicts_only(
     with judge_server(judge.behave) as server:
         recipe = tmp_path / "recipe.toml"
         chosen = reward.format(url=server.url)
-        recipe.write_text(RECIPE.format(policy=tmp_path / "policy", reward=chosen, store=tmp_path / "store"))
+        common = SORTING_RECIPE.format(policy=tmp_path / "policy", versions=12, groups=4, size=4)
+        recipe.write_text(common + chosen + STORE.format(store=tmp_path / "store"))
         command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", str(recipe), "--run-id", "judged"]
         environment = {**os.environ, "ROLLFLOW_HOME": str(tmp_path / "home")}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)

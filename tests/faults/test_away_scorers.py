@@ -18,38 +18,17 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from tests.e2e.test_runs import Command
 from tests.support.away_scorer import WHY, compute_value, is_away
 from tests.support.log_runs import read
-from tests.support.small_run import make_policy
+from tests.support.small_run import SORTING_RECIPE, make_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 VERSIONS, GROUPS, SIZE = 12, 4, 8
-RECIPE = """
-name = "away"
-versions = {versions}
-groups = {groups}
-group_size = {size}
-
-[policy]
-path = "{policy}"
-
-[[prompts]]
-kind = "sorting"
-
-[engine]
-kind = "timed"
-max_new_tokens = 16
-median_tokens = 8
-seconds_per_token = 0.01
-
+REWARD = """
 [reward]
 kind = "import"
 path = "tests.support.away_scorer:score"
 judge_tries = 1
 unjudged = "leave_out"
-
-[evaluation]
-every = 0
-prompts = 2
 """
 
 
@@ -57,7 +36,7 @@ def test_unjudged_responses_of_a_run_are_left_out(tmp_path: Path, monkeypatch: p
     """Each stored row, each log entry and each version's metrics agree with the texts of the responses."""
     make_policy(tmp_path / "policy")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]))
-    recipe = RECIPE.format(policy=tmp_path / "policy", versions=VERSIONS, groups=GROUPS, size=SIZE)
+    recipe = SORTING_RECIPE.format(policy=tmp_path / "policy", versions=VERSIONS, groups=GROUPS, size=SIZE) + REWARD
     command = Command(tmp_path / "home", recipe)
     command.run("run", str(command.recipe), "--run-id", "away")
     store, tokenizer = open_store(f"{command.home}/store/runs/away"), PolicyTokenizer(tmp_path / "policy")

@@ -17,38 +17,17 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from tests.e2e.test_runs import Command
 from tests.support.faulty_scorer import FAULTS, OUTCOMES, choose_fault, compute_value
 from tests.support.log_runs import read
-from tests.support.small_run import make_policy
+from tests.support.small_run import SORTING_RECIPE, make_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
-RECIPE = """
-name = "faulty"
-versions = 15
-groups = 6
-group_size = 4
-
-[policy]
-path = "{policy}"
-
-[[prompts]]
-kind = "sorting"
-
-[engine]
-kind = "timed"
-max_new_tokens = 16
-median_tokens = 8
-seconds_per_token = 0.01
-
+REWARD = """
 [reward]
 kind = "import"
 path = "tests.support.faulty_scorer:score"
 options = {{ folder = "{seen}" }}
 workers = 2
 deadline_seconds = 1.5
-
-[evaluation]
-every = 0
-prompts = 2
 """
 
 
@@ -56,7 +35,8 @@ def test_faults_of_a_scorer_have_their_outcomes_in_storage(tmp_path: Path, monke
     make_policy(tmp_path / "policy")
     (tmp_path / "seen").mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]))
-    command = Command(tmp_path / "home", RECIPE.format(policy=tmp_path / "policy", seen=tmp_path / "seen"))
+    recipe = SORTING_RECIPE.format(policy=tmp_path / "policy", versions=15, groups=6, size=4)
+    command = Command(tmp_path / "home", recipe + REWARD.format(seen=tmp_path / "seen"))
     command.run("run", str(command.recipe), "--run-id", "faulty")
     store, tokenizer = open_store(f"{command.home}/store/runs/faulty"), PolicyTokenizer(tmp_path / "policy")
     found = Counter[str]()

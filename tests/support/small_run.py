@@ -43,6 +43,29 @@ SUMS = {
         "allow_negation": False,
     },
 }
+# A recipe of a run whose simulated engine answers sorting questions; a test adds the section [reward].
+SORTING_RECIPE = """
+name = "sorting"
+versions = {versions}
+groups = {groups}
+group_size = {size}
+
+[policy]
+path = "{policy}"
+
+[[prompts]]
+kind = "sorting"
+
+[engine]
+kind = "timed"
+max_new_tokens = 16
+median_tokens = 8
+seconds_per_token = 0.01
+
+[evaluation]
+every = 0
+prompts = 2
+"""
 # A learner with every optional part of its state.
 ALL_ROLES = {
     "objective": {"kind": "ppo", "penalties": {"kl_to": "reference", "kl_weight": 0.1, "kl_target": 0.01}},
