@@ -35,7 +35,7 @@ unjudged = "leave_out"
 def test_unjudged_responses_of_a_run_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stored row, each log entry and each version's metrics agree with the texts of the responses."""
     make_policy(tmp_path / "policy")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     recipe = SORTING_RECIPE.format(policy=tmp_path / "policy", versions=VERSIONS, groups=GROUPS, size=SIZE) + REWARD
     command = Command(tmp_path / "home", recipe)
     command.run("run", str(command.recipe), "--run-id", "away")

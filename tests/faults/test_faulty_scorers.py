@@ -34,7 +34,7 @@ deadline_seconds = 1.5
 def test_faults_of_a_scorer_have_their_outcomes_in_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_policy(tmp_path / "policy")
     (tmp_path / "seen").mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     recipe = SORTING_RECIPE.format(policy=tmp_path / "policy", versions=15, groups=6, size=4)
     command = Command(tmp_path / "home", recipe + REWARD.format(seen=tmp_path / "seen"))
     command.run("run", str(command.recipe), "--run-id", "faulty")
