@@ -42,7 +42,7 @@ from rollflow.tasks.sandboxes.config import MIB, RockSandbox
 from rollflow.tasks.sandboxes.figures import KindCounter, Replacement
 from rollflow.tasks.sandboxes.rock_answers import read_result, read_rocklet_result
 from rollflow.tasks.sandboxes.rock_session import KILLED, START_SECONDS, Answer, RequestFailed, RockSession
-from rollflow.tasks.sandboxes.rock_users import PREPARE, become, check_name, check_prepared
+from rollflow.tasks.sandboxes.rock_users import PREPARE, check_name, check_prepared, limit_command
 from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
 
 PREFIX = "/apis/envs/sandbox/v1"
@@ -355,14 +355,9 @@ class RockRemoteSandbox:
             source = f"{given}/main.py"
             await self._upload(source, wrap_python(program).encode())
             command, cwd = ["python3", "-X", "utf8"], home
-        if program.user:
-            command = become(program.user, command, source)
-        elif source:
-            command.append(source)
         own = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **program.env}
-        variables = [f"{name}={value}" for name, value in own.items()]
-        within = ["env", *variables, "timeout", "-s", "KILL", f"{program.timeout:.3f}"]
-        return ["sh", "-c", BEGIN, "sh", home, cwd, f"{given}/stdin", *within, *command]
+        within = limit_command(command, program.user, program.timeout, own, source)
+        return ["sh", "-c", BEGIN, "sh", home, cwd, f"{given}/stdin", *within]
 
     def _find_home(self, user: str) -> str:
         """Return the path of the sandbox's folder, or of the folder of a user in it."""

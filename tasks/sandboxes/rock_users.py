@@ -12,46 +12,54 @@ for it. Stdin and source code of the next program are in a folder that only root
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollflow.tasks.sandboxes.base import UserRefused
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")  # so that a server cannot take a name for an option or a command
 READY, MISSING = "ready", "missing"
-# prepares the folders for programs of a user, and prints whether programs can run as this user
-PREPARE = """
-import os, pwd, sys
+CHANGE_USER = """
+import os, pwd, sys, warnings
+def change_user(one):
+    os.initgroups(one.pw_name, one.pw_gid)
+    os.setgid(one.pw_gid)
+    os.setuid(one.pw_uid)
+"""
+# prepares the folders for programs of a user, and prints whether programs can run as this user; as root, it becomes the
+# user and enters the user's folder, because root itself may lack the right to become another user
+PREPARE = f"""{CHANGE_USER}
 user, work, given = sys.argv[1:]
-own = os.geteuid()
+own, one = os.geteuid(), None
 try:
-    ids = pwd.getpwnam(user)[2:4]
-    found = "ready" if own in (0, ids[0]) else str(own)
+    one = pwd.getpwnam(user)
+    found = "ready" if own in (0, one.pw_uid) else str(own)
 except KeyError:
-    ids, found = (own, -1), "ready" if user == str(own) else "missing"
+    found = "ready" if user == str(own) else "missing"
 if found == "ready":
     for folder, mode in ((work, 0o755), (given, 0o700), (os.path.join(work, user), 0o700)):
         os.makedirs(folder, exist_ok=True)
         os.chmod(folder, mode)
     if own == 0:
-        os.chown(folder, *ids)
+        os.chmod(os.path.dirname(work), 0o755)
+    if own == 0 and one:
+        os.chown(folder, one.pw_uid, one.pw_gid)
+        change_user(one)
+    os.chdir(folder)
 print(found)
 """
 # becomes the user and then the command; source code is passed on in memory, because the user cannot read its file;
 # `warnings` is imported for os.execvp, while the process can read all modules
-BECOME = """
-import os, pwd, sys, warnings
+BECOME = f"""{CHANGE_USER}
 user, source, *command = sys.argv[1:]
 one = None if os.geteuid() or user == "0" else pwd.getpwnam(user)
 if one and source:
     code = os.memfd_create("main.py", 0)
     with open(source, "rb") as file, open(code, "wb", closefd=False) as copy:
         copy.write(file.read())
-    source = f"/proc/self/fd/{code}"
+    source = f"/proc/self/fd/{{code}}"
 command += [source] if source else []
 if one:
-    os.initgroups(user, one.pw_gid)
-    os.setgid(one.pw_gid)
-    os.setuid(one.pw_uid)
+    change_user(one)
     os.environ.update(USER=user, LOGNAME=user)
 os.execvp(command[0], command)
 """
@@ -82,8 +90,17 @@ def check_prepared(user: str, printed: str, error: str) -> None:
         )
 
 
-def become(user: str, command: Sequence[str], source: str = "") -> list[str]:
-    """Return the command that becomes the user and then `command`, with the path of a copy of the file `source`, if
-    one is given, as its last argument.
+def limit_command(
+    command: Sequence[str], user: str, seconds: float, variables: Mapping[str, str], source: str = ""
+) -> list[str]:
+    """Return the command that kills `command` after `seconds`, and gives `command` the environment variables and, if
+    `source` is the path of a file, the path of this file or of a copy as its last argument.
+
+    The variables of another user are set after the change of the user. Otherwise the user could run own programs as
+    root, for example with a PATH that contains a folder of the user.
     """
-    return ["python3", "-I", "-c", BECOME, user, source, *command]
+    limit = ["timeout", "-s", "KILL", f"{seconds:.3f}"]
+    given = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    if user:
+        return [*limit, "python3", "-I", "-c", BECOME, user, source, *given, *command]
+    return [*given, *limit, *command, *([source] if source else [])]

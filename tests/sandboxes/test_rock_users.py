@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from rollflow.tasks.sandboxes.base import UserRefused
-from rollflow.tasks.sandboxes.rock_users import PREPARE, become, check_prepared
+from rollflow.tasks.sandboxes.base import NO_VARIABLES, UserRefused
+from rollflow.tasks.sandboxes.rock_users import PREPARE, check_prepared, limit_command
 
 PATH = "/usr/bin:/bin"  # an interpreter that every user can read
 pytestmark = pytest.mark.skipif(
@@ -31,6 +31,11 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(found)
 
 
+def become(user: str, command: list[str], source: str = "", env: Mapping[str, str] = NO_VARIABLES) -> list[str]:
+    """Return the command that root runs for a user's program."""
+    return limit_command(command, user, 60.0, env, source)
+
+
 def call(command: list[str], folder: Path, user: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command as root, or as an ordinary user."""
     within = ["setpriv", f"--reuid={user}", "--clear-groups"] if user else []
@@ -41,7 +46,7 @@ def call(command: list[str], folder: Path, user: str = "") -> subprocess.Complet
 def prepare(folder: Path, user: str, by: str = "") -> None:
     """Prepare the folders for a user; raise `UserRefused` if programs cannot run as the user."""
     command = ["python3", "-I", "-c", PREPARE, user, str(folder / "work"), str(folder / "given")]
-    found = call(command, folder, by)
+    found = call(command, Path("/"), by)
     check_prepared(user, found.stdout, found.stderr)
 
 
@@ -95,6 +100,44 @@ def test_command_of_a_user_imports_nothing_from_the_folder(folder: Path) -> None
     run_as(folder, NOBODY, f"for name in ('pwd', 'os', 'sys', 'warnings'): {write}")
     found = call(become(NOBODY, ["id", "-un"]), folder / "work" / NOBODY)
     assert (found.stdout, found.stderr) == ("nobody\n", "")
+
+
+def test_variables_of_a_user_do_not_reach_the_programs_of_root(folder: Path) -> None:
+    """The user has a program of the name of each program that root starts, in a folder that is in the user's PATH."""
+    prepare(folder, NOBODY)
+    programs = folder / "work" / NOBODY / "bin"
+    programs.mkdir()
+    for name in ("timeout", "python3", "env", "tool"):
+        (programs / name).write_text("#!/bin/sh\nid -un\n")
+        (programs / name).chmod(0o755)
+    found = call(become(NOBODY, ["tool"], env={"PATH": f"{programs}:{PATH}"}), folder / "work" / NOBODY)
+    assert found.stdout == "nobody\n"
+
+
+def test_unknown_command_of_a_user_ends_with_code_127(folder: Path) -> None:
+    prepare(folder, NOBODY)
+    found = call(become(NOBODY, ["no-such-command"]), folder / "work" / NOBODY)
+    assert (found.returncode, "Traceback" in found.stderr) == (127, False)
+
+
+def test_root_that_cannot_become_a_user_is_refused(folder: Path) -> None:
+    without = ["setpriv", "--bounding-set=-setuid,-setgid"]
+    command = [*without, "python3", "-I", "-c", PREPARE, NOBODY, str(folder / "work"), str(folder / "given")]
+    found = call(command, folder)
+    with pytest.raises(UserRefused, match="cannot be prepared for the user: PermissionError"):
+        check_prepared(NOBODY, found.stdout, found.stderr)
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o000])
+def test_sandbox_of_any_umask_is_closed_to_its_users(folder: Path, umask: int) -> None:
+    """A user can enter the sandbox's folder, but cannot replace the folders in it."""
+    before = os.umask(umask)
+    try:
+        prepare(folder / "sandbox", NOBODY)
+    finally:
+        os.umask(before)
+    trial = "import os\ntry:\n    os.rename(os.path.dirname(os.getcwd()), '../../other')\nexcept OSError:\n    "
+    assert run_as(folder / "sandbox", NOBODY, f"{trial}print(os.listdir(os.getcwd()))") == "[]"
 
 
 @pytest.mark.parametrize(
