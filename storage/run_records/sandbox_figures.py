@@ -67,7 +67,7 @@ class SandboxFigures:
         for bucket in sorted(self.times):
             left -= self.times[bucket]
             if left <= 0:
-                return SHORTEST * math.pow(GROWTH, bucket - 0.5 if bucket else 0.0)
+                return SHORTEST * math.pow(GROWTH, min(bucket, BUCKETS - 1) - 0.5 if bucket else 0.0)
         return None
 
     def __add__(self, other: SandboxFigures) -> SandboxFigures:

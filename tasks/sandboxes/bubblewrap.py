@@ -33,6 +33,7 @@ from rollflow.tasks.sandboxes.base import (
     SandboxFailed,
     SandboxLimits,
     Workspace,
+    refuse_user,
 )
 from rollflow.tasks.sandboxes.box.wire import CHUNK
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxBase
@@ -80,7 +81,7 @@ class BoxSandboxes:
         try:
             async with asyncio.timeout(self._config.start_seconds):
                 await self._start_box()
-                result = await self._run(Program(code="print(6 * 7)"), {}, is_check=True)
+                result = await self._run(Program(code="print(6 * 7)"), {})
             if result.stdout != b"42\n":
                 raise SandboxFailed(f"the first program in the sandbox printed {result.stdout!r} and {result.stderr!r}")
         except TimeoutError:
@@ -126,23 +127,26 @@ class BoxSandboxes:
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program in a new or renewed sandbox; see `Sandboxes.run`."""
-        return await self._run(program, files or {})
+        refuse_user(program.user)
+        return await self._counter.watch(self._run(program, files or {}))
 
-    async def _run(self, program: Program, files: Mapping[str, bytes], *, is_check: bool = False) -> ExecResult:
-        """Run a program; a program that only checks the sandboxes is not counted."""
+    async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
+        """Run a program, without counting it."""
         sandbox = await self._take_spare()
         self._running += 1
+        self._counter.note_use(1)
         try:
             self._fill()
             for path, data in files.items():
                 await sandbox.upload(path, data)
-            result = await sandbox.exec(program, renew=self._can_renew, is_check=is_check)
+            result = await sandbox.exec(program, renew=self._can_renew)
         except BaseException as error:
             self._count_loss(error)
             await sandbox.close()
             raise
         finally:
             self._running -= 1
+            self._counter.note_use(-1)
         dirt = find_dirt(program, result)
         if self._can_renew and dirt is not None:
             self._counter.count_replacement(dirt)
@@ -267,7 +271,7 @@ class BoxSandboxes:
                     self._counter.count_replacement(Replacement.NOT_EMPTIED)
                 if self._process is None:  # `close` was called meanwhile
                     raise
-        return await self.create()
+        return await self._create_in_box(NO_LIMITS, None)
 
     def _fill(self) -> None:
         """Create spare sandboxes in the background, so that later programs start sooner. A sandbox in use counts as a
@@ -275,7 +279,7 @@ class BoxSandboxes:
         """
         coming = self._running if self.renews else 0
         while not self._has_died() and len(self._spares) + coming < self._config.spares:
-            self._spares.append(asyncio.create_task(self._create(NO_LIMITS, self._counter)))
+            self._spares.append(asyncio.create_task(self._create(NO_LIMITS, None)))
 
 
 def find_dirt(program: Program, result: ExecResult) -> Replacement | None:

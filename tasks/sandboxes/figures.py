@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import lru_cache
@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Protocol, TypeVar
 
 from rollflow.storage.run_records.sandbox_figures import BUCKETS, SandboxFigures, find_bucket
-from rollflow.tasks.sandboxes.base import ProgramEnd, SandboxFailed
+from rollflow.tasks.sandboxes.base import ProgramEnd, SandboxFailed, UserRefused
 
 KINDS = ("bubblewrap", "sandlock", "unsafe-process", "run-code", "rock")
 
@@ -50,6 +50,7 @@ PLACES = {name: place for place, name in enumerate(COUNTERS)}
 FIRST_BUCKET = len(COUNTERS)
 SIZE = FIRST_BUCKET + BUCKETS  # number of counters of a kind
 BYTES = 8 * SIZE * len(KINDS)
+LONGEST_SECONDS = 86400.0  # a longer time of a program counts as this time, so that no sum exceeds 64 bits
 _making = Lock()
 
 
@@ -72,21 +73,6 @@ class CounterBoard:
     def __init__(self, fd: int = -1) -> None:
         """Use the memory of an open file, or memory of this process alone if `fd` is -1."""
         self.cells = memoryview(mmap.mmap(fd, BYTES)).cast("q")
-
-    def read(self, kind: str) -> SandboxFigures:
-        """Return the counters of a kind of sandbox."""
-        start = KINDS.index(kind) * SIZE
-        found = self.cells[start : start + SIZE].tolist()
-        return SandboxFigures(
-            started=found[PLACES["started"]],
-            renewed=found[PLACES["renewed"]],
-            replaced={reason: count for reason in REASONS if (count := found[PLACES[reason]])},
-            ends={end: count for end in ENDS if (count := found[PLACES[f"end {end}"]])},
-            failures=found[PLACES["failures"]],
-            seconds=found[PLACES["microseconds"]] / 1e6,
-            times={bucket: count for bucket, count in enumerate(found[FIRST_BUCKET:]) if count},
-            in_use=max(0, found[PLACES["in_use"]]),
-        )
 
 
 class ProcessFigures:
@@ -137,8 +123,23 @@ class ProcessFigures:
         """Return the figures of each kind of sandbox that this process or its child processes have used."""
         with self._lock:
             boards = (self._board, *self._children)
-            sums = {kind: sum((board.read(kind) for board in boards), SandboxFigures()) for kind in KINDS}
-        return {kind: one for kind, one in sums.items() if one.events}
+            sums = [*map(sum, zip(*(board.cells.tolist() for board in boards), strict=True))]
+        kinds = {kind: _build_figures(sums[place * SIZE :][:SIZE]) for place, kind in enumerate(KINDS)}
+        return {kind: one for kind, one in kinds.items() if one.events}
+
+
+def _build_figures(found: Sequence[int]) -> SandboxFigures:
+    """Return the figures of a kind of sandbox with these counters."""
+    return SandboxFigures(
+        started=found[PLACES["started"]],
+        renewed=found[PLACES["renewed"]],
+        replaced={reason: count for reason in REASONS if (count := found[PLACES[reason]])},
+        ends={end: count for end in ENDS if (count := found[PLACES[f"end {end}"]])},
+        failures=found[PLACES["failures"]],
+        seconds=found[PLACES["microseconds"]] / 1e6,
+        times={bucket: count for bucket, count in enumerate(found[FIRST_BUCKET:]) if count},
+        in_use=max(0, found[PLACES["in_use"]]),
+    )
 
 
 def figures_of_process() -> ProcessFigures:
@@ -174,27 +175,32 @@ class KindCounter:
         """Record that one more sandbox (1) or one sandbox less (-1) is in use."""
         self._add("in_use", change)
 
-    async def watch_use(self, running: Awaitable[Result]) -> Result:
-        """Await a program in a sandbox that runs only this program; count the program and the use of the sandbox."""
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Record that a sandbox is in use during the block."""
         self.note_use(1)
         try:
-            return await self.watch(running)
+            yield
         finally:
             self.note_use(-1)
 
     async def watch(self, running: Awaitable[Result]) -> Result:
-        """Await a program, and count how it ended."""
+        """Await a program, and count how it ended. The time of a program may come from a foreign server or from a
+        sandbox, so any number is accepted.
+        """
         try:
             found = await running
         except asyncio.CancelledError:
             self._add(f"end {STOPPED}")
             raise
-        except SandboxFailed:
-            self._add("failures")
+        except SandboxFailed as error:
+            if not isinstance(error, UserRefused):
+                self._add("failures")
             raise
+        seconds = min(max(0.0, found.seconds), LONGEST_SECONDS)  # NaN counts as 0
         self._add(f"end {found.end}")
-        self._add("microseconds", round(1e6 * found.seconds))
-        self._figures.add(self._start + FIRST_BUCKET + find_bucket(found.seconds), 1)
+        self._add("microseconds", round(1e6 * seconds))
+        self._figures.add(self._start + FIRST_BUCKET + find_bucket(seconds), 1)
         return found
 
     def _add(self, name: str, count: int = 1) -> None:

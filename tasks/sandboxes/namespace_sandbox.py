@@ -41,14 +41,16 @@ class NamespaceSandbox:
             await self.close()
             raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
 
-    async def exec(self, program: Program, *, renew: bool = False, is_check: bool = False) -> ExecResult:
+    async def exec(self, program: Program, *, renew: bool = False) -> ExecResult:
         """Run a program in this sandbox; see `Sandbox.exec`. If `renew` is true, the sandbox is renewed after the
-        program, and the next request must wait for `wait_renewed`. A program that only checks the sandbox is not
-        counted.
+        program, and the next request must wait for `wait_renewed`.
         """
         refuse_user(program.user)
         running = self._run(program, renew=renew)
-        return await (running if is_check or self._counter is None else self._counter.watch_use(running))
+        if self._counter is None:
+            return await running
+        with self._counter.use():
+            return await self._counter.watch(running)
 
     async def _run(self, program: Program, *, renew: bool) -> ExecResult:
         request = {

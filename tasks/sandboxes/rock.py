@@ -84,7 +84,7 @@ class RockSandboxes:
         """Run one program on the server; see `Sandboxes.start`."""
         self._open()
         try:
-            result = await self._run(Program(code="print(6 * 7)", timeout=START_SECONDS), {}, is_check=True)
+            result = await self._run(Program(code="print(6 * 7)", timeout=START_SECONDS), {})
             if result.stdout.split() != [b"42"]:
                 raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
         except SandboxFailed as error:
@@ -101,15 +101,17 @@ class RockSandboxes:
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program in a new sandbox, and repeat the program if the sandbox fails; see `Sandboxes.run`."""
-        return await self._run(program, files or {}, is_check=False)
+        return await self.counter.watch(self._run(program, files or {}))
 
-    async def _run(self, program: Program, files: Mapping[str, bytes], *, is_check: bool) -> ExecResult:
+    async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
+        """Run a program, without counting it."""
+
         async def once() -> ExecResult:
             sandbox = await self._create(NO_LIMITS)
             try:
                 for path, data in files.items():
                     await sandbox.upload(path, data)
-                return await (sandbox.check(program) if is_check else sandbox.exec(program))
+                return await sandbox.run(program)
             finally:
                 await sandbox.close()
 
@@ -233,11 +235,11 @@ class RockRemoteSandbox:
 
     async def exec(self, program: Program) -> ExecResult:
         """Run a program in this sandbox; see `Sandbox.exec`."""
-        await self._prepare_user(program.user)
-        return await self._sandboxes.counter.watch(self.check(program))
+        return await self._sandboxes.counter.watch(self.run(program))
 
-    async def check(self, program: Program) -> ExecResult:
+    async def run(self, program: Program) -> ExecResult:
         """Run a program as `exec` does, without counting the program."""
+        await self._prepare_user(program.user)
         if program.channel is not None:
             raise SandboxFailed("a server of ROCK's protocol gives a program no channel")
         async with self._turn:

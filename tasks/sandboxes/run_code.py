@@ -77,7 +77,7 @@ class RunCodeSandboxes:
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program on the server; see `Sandboxes.run`."""
         refuse_user(program.user)
-        return await self._counter.watch_use(self._run(program, files or {}))
+        return await self._counter.watch(self._run(program, files or {}))
 
     async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
         body = build_body(program, files, self._config.memory_bytes)
@@ -108,25 +108,27 @@ class RunCodeSandboxes:
         """
         limit, pause = seconds + self._config.wait_seconds, FIRST_PAUSE
         for attempt in range(self._config.tries):
-            self._counter.count_start()  # the server runs each request in a new sandbox
             if attempt:
                 self._counter.count_replacement(Replacement.FAILED)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             try:
-                async with (
-                    self._places,
-                    asyncio.timeout(limit),
-                    self._open().stream("POST", self._config.url, json=body) as answer,
-                ):
-                    content = await _read_content(answer)
+                async with self._places:
+                    self._counter.count_start()  # the server runs each request in a new sandbox
+                    status, content = await self._send(body, limit)
             except (httpx.RequestError, TimeoutError) as error:
                 reason = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"no answer: {error}"
                 continue
-            if answer.status_code < 500:
-                return _read_json(answer.status_code, content)
-            reason = f"status {answer.status_code}: {shorten(content.decode(errors='replace'))}"
+            if status < 500:
+                return _read_json(status, content)
+            reason = f"status {status}: {shorten(content.decode(errors='replace'))}"
         raise SandboxFailed(f"{self._config.tries} tries failed, the last with {reason}")
+
+    async def _send(self, body: Mapping[str, Any], limit: float) -> tuple[int, bytes]:
+        """Send a request; return the status and the content of the answer, which must end within `limit` seconds."""
+        with self._counter.use():
+            async with asyncio.timeout(limit), self._open().stream("POST", self._config.url, json=body) as answer:
+                return answer.status_code, await _read_content(answer)
 
 
 class RemoteSandbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 from pathlib import Path
@@ -18,11 +19,12 @@ from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.sandboxes import figures
-from rollflow.tasks.sandboxes.base import Capability, Program, ProgramEnd, SandboxFailed
+from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, SandboxFailed
 from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes
-from rollflow.tasks.sandboxes.config import BubblewrapSandbox, RunCodeSandbox
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox, RockSandbox, RunCodeSandbox
 from rollflow.tasks.sandboxes.figures import KINDS, KindCounter, ProcessFigures
-from rollflow.tasks.sandboxes.run_code import RunCodeSandboxes
+from rollflow.tasks.sandboxes.rock import RockSandboxes
+from rollflow.tasks.sandboxes.run_code import RunCodeSandboxes, read_answer
 from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import ScoreRequest
 from rollflow.tasks.scorers.config import CodeReward
@@ -120,6 +122,52 @@ async def test_server_that_does_not_answer_counts_each_try(
         await sandboxes.run(Program(code="1"))
     await sandboxes.close()
     assert counted.read() == {"run-code": SandboxFigures(3, replaced={"failed": 2}, failures=1)}
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e300])
+async def test_any_time_of_a_foreign_server_is_counted(counted: ProcessFigures, seconds: float) -> None:
+    run = {"status": "Finished", "return_code": 0, "execution_time": seconds}
+
+    async def answer() -> ExecResult:
+        return read_answer({"status": "Success", "run_result": run})
+
+    await KindCounter("run-code").watch(answer())
+    found = counted.read()["run-code"]
+    assert found.ends == {"exited": 1}
+    assert 0.0 <= found.seconds <= figures.LONGEST_SECONDS
+
+
+async def test_requests_that_wait_for_a_place_use_no_sandbox(counted: ProcessFigures) -> None:
+    async with start_kind("run-code") as started:
+        assert isinstance(started, RunCodeSandboxes)
+        config = started._config.model_copy(update={"at_once": 1})
+        async with start_and_close(RunCodeSandboxes(config)) as sandboxes:
+            before = counted.read()["run-code"].started
+            running = [asyncio.create_task(sandboxes.run(warm("import time; time.sleep(1)"))) for _ in range(3)]
+            await wait_until(lambda: counted.read()["run-code"].in_use > 0)
+            assert (counted.read()["run-code"].in_use, counted.read()["run-code"].started) == (1, before + 1)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        assert counted.read()["run-code"].in_use == 0
+
+
+async def test_sandbox_that_cannot_be_created_is_a_failure(
+    counted: ProcessFigures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.tasks.sandboxes.rock.FIRST_PAUSE", 0.001)
+    remote = RockSandboxes(RockSandbox(url="http://127.0.0.1:9", tries=3))
+    with pytest.raises(SandboxFailed):
+        await remote.run(Program(code="1"))
+    await remote.close()
+    assert counted.read() == {"rock": SandboxFigures(replaced={"failed": 2}, failures=1)}
+    async with start_kind("unsafe-process") as local:
+        before = counted.read()["unsafe-process"]
+        await local.close()
+        monkeypatch.setattr(local, "_build_command", lambda _: ["/bin/false"])
+        with pytest.raises(SandboxFailed):
+            await local.run(Program(code="1"))
+        assert counted.read()["unsafe-process"] == before + SandboxFigures(failures=1)
 
 
 async def test_code_and_commands_of_a_workspace_are_counted(counted: ProcessFigures) -> None:

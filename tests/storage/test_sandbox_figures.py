@@ -90,6 +90,11 @@ def test_damaged_sandbox_figures_are_skipped() -> None:
     assert read_sandbox_uses(store).totals() == {"rock": SandboxFigures(4)}
 
 
+def test_bucket_that_does_not_exist_counts_as_the_longest_time() -> None:
+    """A damaged object may have any bucket."""
+    assert SandboxFigures(times={10**6: 1}).find_quantile(0.5) == pytest.approx(GROWTH ** (BUCKETS - 1.5) / 1000)
+
+
 def test_sandbox_figures_are_listed_with_kills_and_reasons() -> None:
     figures = SandboxFigures(2, 1, {"not emptied": 1}, {"exited": 2, "memory": 1, "stopped": 1}, 1, 0.5, {0: 4}, 1)
     listed = list_figures(figures)
