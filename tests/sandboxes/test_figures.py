@@ -218,8 +218,9 @@ def test_shared_counters_keep_earlier_counts() -> None:
     with parent.open_child() as (board, fd):
         child.share(os.dup(fd))
     child.add(place, 3)
-    assert parent.read() == {"rock": SandboxFigures(5)}
-    parent.close_child(board)
+    child.add(place + figures.PLACES["in_use"], 1)
+    assert parent.read() == {"rock": SandboxFigures(5, in_use=1)}
+    parent.close_child(board)  # the child process was killed while it used a sandbox
     parent.close_child(board)
     assert parent.read() == {"rock": SandboxFigures(5)}
 

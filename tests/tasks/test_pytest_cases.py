@@ -243,6 +243,14 @@ def test_program_that_cheats_passes_no_test(desk: Desk, name: str) -> None:
     assert desk.judge("def f(x): return 2 * x", ONE).outcome is Outcome.CORRECT
 
 
+def test_program_that_ends_between_calls_passes_no_test(desk: Desk) -> None:
+    """A test that expects an error must not pass because the program cannot be called any more."""
+    tests = "import time\nimport pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1\n"
+    tests += "    time.sleep(0.5)\n    with pytest.raises(OSError):\n        f(2)\n"
+    score = desk.judge("import os, threading\ndef f(x): threading.Timer(0.1, os._exit, [0]).start(); return x", tests)
+    assert (score.value, score.outcome) == (0.0, Outcome.WRONG), score
+
+
 def test_program_that_ends_keeps_the_tests_passed_before(desk: Desk) -> None:
     tests = f"{ONE}def test_g():\n    f(0)\ndef test_h():\n    pass\n"
     score = desk.judge("import os\ndef f(x): return 2 * x if x else os._exit(0)", tests)

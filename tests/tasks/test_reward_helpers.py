@@ -18,13 +18,17 @@ from rollflow.storage.run_records.sandbox_figures import SandboxFigures, Sandbox
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.reward_helpers.actor import RewardHelper
 from rollflow.tasks.actors.reward_helpers.reports import HelperReport, HelperReports
+from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.run.cluster_config import ClusterConfig, RewardActorsConfig
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
+from rollflow.tasks.runtime.cpu import name_own_process
+from rollflow.tasks.sandboxes.figures import KindCounter
 from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, Scorer
 from rollflow.tasks.scorers.code.config import AdaptiveDeadline
@@ -92,6 +96,19 @@ async def test_helpers_learn_anchors_from_each_other(tmp_path: Path) -> None:
     assert report.worker_seconds > 0
     await one.close()
     await other.close()
+
+
+async def test_sandboxes_of_an_actor_are_in_its_status_and_report(tmp_path: Path) -> None:
+    KindCounter("rock").count_start()
+    helper = FakeWorkers(context_of(tmp_path, CodeReward()))
+    report = await helper.exchange({})
+    await helper.close()
+    helped = RewardStatus(sandboxes=[SandboxUse("helper", "rock", SandboxFigures(1))])
+    shown = Gauges("reward", "memory://one").show(helped)
+    assert {use.process for use in shown.sandboxes} == {"helper", name_own_process()}
+    own = {use.kind: use.figures.started for use in report.sandboxes}
+    assert own["rock"] >= 1
+    assert [use for use in shown.sandboxes if use.process != "helper"] == report.sandboxes
 
 
 REPORTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=30)
