@@ -1,24 +1,13 @@
 """Admission: decides how many groups of responses may start now, by pure functions of `AdmissionInputs`.
 
-Batch b trains version b. A group of responses that started under policy version v is fresh enough for batch number b if
-b <= v + alpha, where alpha is the largest allowed staleness (`async_ratio`). While the engines serve policy version v,
-groups of responses may start for the unformed batches with numbers below v + 1 + `async_ratio`. As long as groups of
-responses end in about the order in which they started, no group is discarded as stale. If a group of responses ends
-before a slower group that started earlier, the slower group may have to join the next batch. The module `formation`
-decides whether a batch waits for a slow group of responses.
+Batch b trains version b. A group of responses that started under policy version v may be trained in batch b if b <= v +
+alpha, where alpha is the largest allowed staleness (`async_ratio`). While the engines serve policy version v, groups of
+responses start only for batches with numbers below v + 1 + alpha.
 
-Staleness is a whole number. The fractional part of `async_ratio` only lets groups of responses start that can replace
-slower groups of the same batch. If batches wait for slow groups of responses, the fractional part of `async_ratio` has
-no effect (`RolloutLimits.lead`). To let generation run half a batch ahead of training with groups of responses that are
-at most one policy version old, set `async_ratio = 1` and `max_batches_ahead = 0.5`.
+While `max_unscored` responses wait for a score, no new group of responses starts, so slow scoring slows generation
+down. Running groups of responses continue, so the number of waiting responses can exceed `max_unscored`.
 
-If scoring is slower than generation, `max_unscored` limits the queue of responses that wait for a score: while the
-queue is full, no new group of responses starts. Running groups of responses continue, so the queue of unscored
-responses may exceed the limit by the number of their unfinished responses.
-
-Voided (lost) batches are formed again before all other batches; the other batches are formed in the order of their
-numbers. Training batches that are already formed do not reduce the number of groups that may start for a voided (lost)
-batch.
+Voided (rejected) batches are formed again before new batches are formed.
 """
 
 from __future__ import annotations
@@ -32,10 +21,10 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 
 @dataclass(frozen=True, slots=True)
 class BatchesToForm:
-    """The training batches that still have to be formed: first the voided (lost) batches, then new batches."""
+    """The training batches that still have to be formed: first the voided (rejected) batches, then new batches."""
 
     number: int  # number of the first training batch that was never formed
-    missing: tuple[int, ...]  # numbers of the lost training batches that have to be formed again
+    missing: tuple[int, ...]  # numbers of the voided (rejected) training batches that have to be formed again
     last: int  # number of the run's last training batch plus one
 
     @property
@@ -111,9 +100,10 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
     fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
     )
-    if due.first > version + limits.lead:  # a group of responses that is not needed for this batch would come too late
+    if due.first > version + limits.lead:  # generation is as far ahead as it may be
         extra = 0
-    if due.first > version + limits.async_ratio:  # any group of responses that starts now would come too late
+    # a group of responses that starts now would be too old for every batch that still needs groups
+    if due.first > version + limits.async_ratio:
         fresh = min(fresh, 0)
     return AdmissionDecision(
         batch=next_batch(supply, limits),
@@ -127,13 +117,13 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
 def compute_allowance(
     version: int, outstanding: int, *, number: int, missing: Collection[int] = (), groups: int, ahead: float
 ) -> int:
-    """Compute how many more groups of responses may start and still be fresh enough for training.
+    """Compute how many more groups of responses may start without becoming too old for training.
 
     Args:
         version: policy version that the engines serve; -1 before the first update.
         outstanding: number of groups of responses that are running or wait for a batch.
         number: number of the first training batch that was never formed.
-        missing: numbers of the lost batches that have to be formed again.
+        missing: numbers of the voided (rejected) batches that have to be formed again.
         groups: number of groups of responses in a training batch.
         ahead: number of batches by which generation may run ahead of training; a fraction is allowed.
     """

@@ -1,11 +1,11 @@
-"""The trajectory buffer: holds scored groups of responses until a training batch takes them. The buffer never waits.
+"""The trajectory buffer: stores scored groups of responses until a training batch takes them.
 
 A training batch first takes the groups of responses that started under the oldest policy version. Among groups of
-responses that started under the same policy version, a batch first takes the groups that it has to wait for (see
-`formation`). Among groups of responses that are equal in policy version and waiting, a batch first takes the group with
-the smallest key. With `async_ratio = 0` the buffer has the groups of responses of exactly one batch, so the choice of
-the groups does not depend on which group finished first. A group of responses that is too old for the next batch is
-stale, because later batches need even newer groups.
+responses with the same policy version, a batch first takes the groups that it has to wait for (see `formation`). Among
+the remaining groups of responses with the same policy version, a batch first takes the group with the smallest key.
+With `async_ratio = 0`, the choice of groups does not depend on which group finished first, so a run can be repeated
+exactly. A group of responses that is too old for the next batch is removed, because later batches need even newer
+groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rank(NamedTuple):
     """Sort key of a group of responses in the buffer: a batch takes the groups with the smallest ranks first."""
 
     started_version: int
-    passed: bool  # False if a batch has to wait for the group of responses
+    passed: bool  # False for groups of responses that a batch has to wait for; False sorts before True
     key: GroupKey
 
 
@@ -34,7 +34,8 @@ class BufferedGroup(NamedTuple):
 
 
 class TrajectoryBuffer:
-    """The scored groups of one run. The age of a group of responses is the age of its oldest trajectory."""
+    """The scored groups of responses of one run. The age of a group of responses is the age of its oldest
+    trajectory."""
 
     def __init__(self) -> None:
         self._groups: list[BufferedGroup] = []  # sorted by rank
@@ -43,7 +44,7 @@ class TrajectoryBuffer:
         return len(self._groups)
 
     def add(self, group: FinishedGroup, issue: int = 0, *, awaited: bool = False) -> None:
-        """Add a scored group of responses, which was the `issue`-th group to start."""
+        """Add a scored group of responses; the group was the `issue`-th group to start."""
         waiting = BufferedGroup(Rank(group.started_version, not awaited, group.key), issue, group)
         insort(self._groups, waiting, key=attrgetter("rank"))
 

@@ -1,16 +1,10 @@
 """The cache queue: a request queue that admits an episode only if its tokens fit into the KV cache of an engine.
 
-- An episode is admitted to the engine with the most room, once its tokens fit into the engine's KV cache together with
-  `TURNS_AHEAD` more turns of every episode on the engine. The episode then has a *claim* on that engine.
-- A turn of an episode with a claim runs on the engine of the claim, which still has the tokens of earlier turns, and
-  goes before all episodes without a claim.
-- An episode keeps its claim while its environment works (the episode is *parked*). If the claims on an engine, with one
-  more turn of each episode, outgrow the cache, parked episodes lose their claims. The parked episode with the
-  fewest tokens loses its claim on the engine first, because its tokens cost least to compute again. The next turn of an
-  episode without a claim waits until the episode is admitted again.
-- Episodes without a claim are admitted in the order of the queue. An engine without claims admits any episode, so that
-  even an episode that is larger than the cache can run.
-- A claim ends when its episode requests no more generations, or when its engine ends.
+- An admitted episode has a *claim*: its tokens count as stored in the KV cache of one engine, and its turns run on this engine.
+- Turns of episodes with a claim run before turns of other episodes.
+- An episode keeps its claim while its environment works. If the cache becomes too small, the waiting episode with the
+  fewest tokens loses its claim first, because its tokens cost least to compute again.
+- An engine without claims admits any episode, so that an episode that is larger than the cache can run.
 """
 
 from __future__ import annotations
@@ -23,8 +17,8 @@ from itertools import count
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.slots import MEMORY, EngineSlots, SlotQueue, Ticket
 
-# An engine admits an episode only if its cache has room for this many more turns of each episode. With less room, an
-# evicted episode would soon be admitted and evicted again.
+# An engine admits an episode only if its cache has room for this many more turns of each episode. With less room,
+# episodes would soon be evicted and admitted again.
 TURNS_AHEAD = 3
 
 
@@ -38,12 +32,13 @@ class CacheLimits:
 
 @dataclass(eq=False, slots=True)
 class CacheClaim:
-    """The tokens that an episode holds in the KV cache of one engine."""
+    """The tokens that an episode occupies in the KV cache of one engine."""
 
     episode: str
     lane: EngineSlots
     tokens: int
-    stamp: int = 0  # number of the claim's entry among the parked claims; 0 while a turn of the episode runs or waits
+    # number of the claim's entry in the heap of claims that may be evicted; 0 while a turn runs or waits
+    stamp: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -65,9 +60,7 @@ class CacheUse:
 
 
 class CacheQueue(SlotQueue):
-    """A request queue that admits an episode only if its tokens fit into the KV cache of an engine. See the module's
-    docstring.
-    """
+    """A request queue that admits an episode only if its tokens fit into the KV cache of an engine."""
 
     def __init__(self, limits: CacheLimits, routing: Routing, replacement_seconds: float) -> None:
         super().__init__(routing, replacement_seconds)
@@ -76,7 +69,7 @@ class CacheQueue(SlotQueue):
         self._uses: dict[EngineSlots, CacheUse] = {}
         self._stamp = count(1)
         self._turn: float | None = None  # moving average of the number of tokens that a turn adds to an episode
-        self.evicted = 0  # number of claims that parked episodes lost
+        self.evicted = 0  # number of claims that were evicted from a cache
 
     @property
     def admitted(self) -> int:
@@ -111,7 +104,7 @@ class CacheQueue(SlotQueue):
         return await self._wait(ticket)
 
     def release(self, lane: EngineSlots, ticket: Ticket) -> None:
-        """Free the slot of a finished request, and mark the request's episode as parked."""
+        """Free the slot of a finished request, and allow the eviction of the request's episode."""
         claim = self._claims.get(ticket.episode)
         if claim is not None and claim.lane is lane:
             self._park(claim, ticket.tokens + self._limits.per_episode)
@@ -157,14 +150,15 @@ class CacheQueue(SlotQueue):
         return max(fitting, key=lambda lane: self._uses[lane].capacity - self._uses[lane].tokens, default=None)
 
     def _park(self, claim: CacheClaim, tokens: int) -> None:
-        """Record the size of an episode whose turn has ended; evict parked episodes if the claims outgrow the cache."""
+        """Record the size of an episode whose turn has ended; evict waiting episodes if the claims outgrow the
+        cache."""
         use, grown = self._uses[claim.lane], tokens - claim.tokens
-        growth = max(0, grown)  # 0 if a new branch made the episode shorter, so that the average stays positive
+        growth = max(0, grown)  # 0 if a new branch made the episode shorter, so that the moving average stays positive
         self._turn = growth if self._turn is None else self._turn + (1 - MEMORY) * (growth - self._turn)
         use.tokens += grown
         claim.tokens, claim.stamp = tokens, next(self._stamp)
         heapq.heappush(use.parked, (tokens, claim.stamp, claim))
-        if len(use.parked) > 4 * use.claims + 64:  # most entries of the heap are outdated
+        if len(use.parked) > 4 * use.claims + 64:  # The heap is rebuilt when most of its entries are outdated.
             use.parked = [entry for entry in use.parked if entry[1] == entry[2].stamp]
             heapq.heapify(use.parked)
         while use.parked and use.claims > 1 and use.tokens + self._turn * use.claims > use.capacity:
@@ -180,7 +174,8 @@ class CacheQueue(SlotQueue):
         use.tokens -= claim.tokens
 
     def _forget_engine(self, lane: EngineSlots) -> None:
-        """Drop the claims on an engine that serves no more requests, and let its waiting turns be admitted again."""
+        """Drop the claims on an engine that no longer serves requests; the waiting turns are admitted to other
+        engines."""
         use = self._uses.get(lane)
         if use is None:
             return

@@ -11,13 +11,11 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 Routing = Literal["least-work", "prefix"]
 DurableTurns = Literal["off", "background", "before-action"]
-SNAPSHOT_BYTES, LARGEST_SNAPSHOT = 1 << 18, 1 << 23  # default and largest limit of a snapshot's size
+SNAPSHOT_BYTES, LARGEST_SNAPSHOT = 1 << 18, 1 << 23  # default and upper limit of the key `max_snapshot_bytes`
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: if nothing can be learned from the rewards of the responses to a prompt, another prompt is used
-    instead.
-    """
+    """Dynamic sampling: prompts whose responses have rewards that teach nothing are replaced by other prompts."""
 
     min_mean: float | None = Field(
         None,
@@ -148,7 +146,7 @@ class RolloutConfig(Section):
 
     @property
     def leaves_behind(self) -> bool:
-        """True if a running group of responses may be cancelled and started again later."""
+        """True if a running group of responses may be cancelled, so that its prompt is started again later."""
         return self.bound == "drop" or self.tail_batching
 
 

@@ -25,15 +25,15 @@ class SchedulerCounts:
     """The counters of a rollout scheduler, since the scheduler started."""
 
     tokens: int = 0
-    surplus_tokens: int = 0  # tokens of redundant responses, which their groups did not need
+    surplus_tokens: int = 0  # number of tokens in surplus responses, which were generated in addition to `group_size`
     discarded_tokens: int = 0
-    dropped_tokens: int = 0  # discarded tokens of groups of responses that were too slow or not needed
+    dropped_tokens: int = 0  # number of tokens in discarded groups of responses that were too slow or not needed
     trajectories: int = 0
     discards: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)  # reason for filtering -> number of groups of responses
     held: Stopwatch = field(
         default_factory=Stopwatch
-    )  # time in which engines had free slots, but `async_ratio` allowed no new group of responses
+    )  # time in which engines had free slots, but the staleness limit allowed no new group of responses
     # time in which the learner was idle while the buffer had a full batch
     waited: Stopwatch = field(default_factory=Stopwatch)
     # time in which `max_unscored` alone kept new groups of responses from starting

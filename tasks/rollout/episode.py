@@ -1,4 +1,4 @@
-"""An episode in progress, through which an environment requests generations of the policy and rewards."""
+"""An episode in progress, through which an environment requests generations and rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollflow.tasks.scorers.token_values import align_values
 
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 NO_ROLES: Mapping[str, RoleContext] = {}
-# Waits for the group's other final responses, and returns them; None if the group of responses was given up.
+# Waits for the other final responses of the group, and returns them; returns None if the group was given up.
 Meeting = Callable[[Sequence[int]], Awaitable[Sequence[Sequence[int]] | None]]
 
 
@@ -46,12 +46,12 @@ class Turn(NamedTuple):
 class PlayedEpisode:
     """An episode in progress: one conversation of the policy with its environment, with the tokens so far.
 
-    `ask` requests a generation, and returns None if the episode is no longer wanted. `closed` is called exactly once
+    `ask` requests a generation; `ask` returns None if the episode is no longer wanted. `closed` is called exactly once
     for each episode, even if the episode generates nothing. The return value of `closed` says whether the episode is
     kept. `scorer` computes the reward.
 
-    At any time, the environment of the episode either runs or waits for the answer to a request. `let_go` stops an
-    unwanted episode; it cancels the environment only while the environment runs.
+    The environment of an episode either runs or waits for the answer to a request. `let_go` stops an unwanted episode;
+    it cancels the environment only while the environment runs.
     """
 
     prompt: Prompt
@@ -87,7 +87,8 @@ class PlayedEpisode:
     _late: Score | None = None  # the score of an episode whose environment computed for too long
     _limit: str = ""  # why the episode gets no further turn
     _talk: Conversation = BEGUN
-    _roles: Mapping[str, RoleContext] = field(default_factory=lambda: NO_ROLES)  # role that does not act -> its context
+    # contexts of the roles that do not act now, by role
+    _roles: Mapping[str, RoleContext] = field(default_factory=lambda: NO_ROLES)
 
     @property
     def made(self) -> TokenSpan:
@@ -234,7 +235,7 @@ class PlayedEpisode:
         return align_values(score, checked, self.response) if score.has_token_values else score
 
     def find_unjudged(self, score: Score) -> Score | None:
-        """Return `score` if it is unjudged; else the last unjudged score of the episode, or None if there is none."""
+        """Return `score` if it is unjudged; otherwise return the last unjudged score of the episode, or None."""
         return score if score.outcome is Outcome.UNJUDGED else self.unjudged
 
     def let_go(self) -> None:
@@ -254,8 +255,8 @@ class PlayedEpisode:
             self._leader.cancel()
 
     def _expire(self, reason: str) -> None:
-        """Stop an environment that has computed for too long. If the policy has acted, its action may be the cause, so
-        the episode counts as a timeout.
+        """Stop an environment that has computed for too long. The result is a timeout if the policy has acted, because
+        its action may be the cause.
         """
         if not self._gone:
             self._late = Score(0.0, reason, Outcome.TIMEOUT if self.turns else Outcome.UNJUDGED)
@@ -272,7 +273,7 @@ class PlayedEpisode:
         self._clock.pause()
 
     def _go_on(self, *, turn_ended: bool = False) -> None:
-        """Record that the environment computes again."""
+        """Record that the environment continues to compute."""
         self._asked = False
         self._clock.go_on(turn_ended=turn_ended)
 
@@ -313,9 +314,9 @@ class PlayedEpisode:
     def trajectories(
         self, score: Score, sample: int = 0, responses: int = 1, staleness_from: str = "started"
     ) -> tuple[Trajectory, ...]:
-        """Build the trajectories that the learner trains on, one for each branch.
+        """Build the trajectories that the learner trains on, one trajectory per branch of the episode.
 
-        The number of the first trajectory is `sample`. Each further trajectory has a number that is larger by
+        The first trajectory has the number `sample`; each further trajectory has a number that is larger by
         `responses`, the number of episodes of the prompt.
 
         Raises:
@@ -363,7 +364,7 @@ class PlayedEpisode:
         )
 
     def _place_rewards(self, branch: LivedBranch, score: Score) -> Float32s | None:
-        """Return the rewards of the tokens of a branch. Values per token of a score belong to the current branch."""
+        """Return the rewards of the tokens of a branch. A score's values per token belong to the newest branch."""
         has_values = score.has_token_values and branch is self.lived.current
         return branch.place_rewards(Float32s.of(score.token_values) if has_values else None)  # type: ignore[arg-type]
 

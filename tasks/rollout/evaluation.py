@@ -1,16 +1,10 @@
-"""Evaluation: measures, while training goes on, which share of held-out prompts a policy version answers correctly.
+"""Evaluation: measures, while training continues, the share of held-out prompts that a policy version answers
+correctly.
 
-    newest version published --> versions that are due --> an engine: the version's weights --> ask --> store
-                                       ^                         |
-                                       +--- the engine died -----+
-
-- Training never waits for an evaluation. The run ends only after the last evaluation.
-- An engine serves no other request during an evaluation, so every token comes from the evaluated version.
-- Versions are evaluated in order, including versions that the training engines skipped. Storage records which versions
-  were evaluated, so a restarted process evaluates the versions that a dead process did not finish.
-- A version without stored weights is skipped, and the reason is stored.
-- If nobody can judge a response, the version is evaluated again after each of `JUDGE_PAUSES`, and then skipped. Then
-  each further version is tried once, until an evaluation succeeds.
+- Training never waits for an evaluation, but the run ends only after the last evaluation.
+- During an evaluation, its engine serves no other request, so that every token comes from the evaluated policy version.
+- Policy versions are evaluated in order. A restarted process evaluates the versions that a dead process did not finish.
+- A policy version that cannot be evaluated is skipped, and the reason is stored.
 """
 
 from __future__ import annotations
@@ -58,13 +52,11 @@ class DomainResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of one evaluation; `accuracy` is the share of correct responses, which is pass@1.
+    """The result of one evaluation.
 
-    With several domains, accuracy, reward and pass@k are weighted means over the domains; the weight of a domain is its
-    share of the trained groups of responses (`evaluation.mean`). `domains` maps each domain to the result of the
-    evaluation on that domain.
+    With several domains, accuracy, reward and pass@k are weighted means over the domains (see `evaluation.mean`).
 
-    `sets` maps the name of each evaluation set to its result; evaluation sets do not count towards `accuracy`.
+    `sets` maps the name of each evaluation set to its result; these results do not count towards `accuracy`.
 
     `pass_at` maps k = 2, 4, 8, ... to pass@k, the chance that at least one of k responses to a prompt is right.
     `measures` contains the values that the environment computed from the policy's probabilities
@@ -94,7 +86,7 @@ class Evaluation:
 
 
 class EvaluatedResponse(NamedTuple):
-    """A scored response: its prompt and score, the policy version of each sampled token, and its number of turns."""
+    """A scored response to a held-out prompt."""
 
     prompt: Prompt
     score: Score
@@ -131,7 +123,7 @@ def skipped_path(version: int) -> str:
 def is_evaluated(run: ObjectStore, version: int) -> bool:
     """Return whether policy version `version` was evaluated or deliberately skipped.
 
-    A policy version with a damaged record counts as not evaluated, so it is evaluated again.
+    A policy version with a damaged record counts as not evaluated.
     """
     return read_evaluation(run, version) is not None or _read(run, skipped_path(version), SKIPPED) is not None
 
@@ -181,7 +173,7 @@ def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
 
 
 def is_right(score: Score, by_value: bool) -> bool:
-    """Return whether a score counts as right in an accuracy: by its outcome or, with `by_value`, if its value is 1."""
+    """Return whether a score counts as right: by its outcome or, with `by_value`, if its value is 1."""
     return score.value == 1.0 if by_value else score.outcome is Outcome.CORRECT
 
 
@@ -204,7 +196,7 @@ class Evaluator:
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Evaluate every held-out prompt; the caller must keep the engines at policy version `version` meanwhile.
+        """Evaluate all held-out prompts; the caller must keep the engines at policy version `version`.
 
         Raises:
             Unjudged: a response could not be judged; counting the response as wrong would falsify the accuracy.
@@ -240,8 +232,8 @@ class Evaluator:
     async def answer_all(
         self, proxy: InferenceProxy, version: int, note: Callable[[EvaluatedResponse], None] = lambda _: None
     ) -> list[EvaluatedResponse]:
-        """Return the scored responses to the held-out prompts, then those to the evaluation sets; `note` is called with
-        each response as soon as it is scored.
+        """Return the scored responses to all held-out prompts and evaluation sets; `note` is called with each response
+        as soon as it is scored.
         """
 
         async def answer(prompt: Prompt, sample: int) -> EvaluatedResponse:
@@ -252,14 +244,14 @@ class Evaluator:
         return await asyncio.gather(*(answer(prompt, sample) for prompt in every for sample in range(self.samples)))
 
     def _summarise_sets(self, judged: Sequence[tuple[str, Score]]) -> dict[str, DomainResult]:
-        """Summarise the scores of each evaluation set; each score comes with the name of its set."""
+        """Summarise the scores of each evaluation set; `judged` has pairs of a set's name and a score."""
         names = [name for name, prompts in self.sets.items() if prompts]
         scores_of = {name: [score for one, score in judged if one == name] for name in names}
         found = {name: self._summarise(scores) for name, scores in scores_of.items()}
         return {name: DomainResult(one.accuracy, one.reward, len(scores_of[name])) for name, one in found.items()}
 
     def _summarise(self, scores: Sequence[Score]) -> ResponseSummary:
-        """Summarise scores that are grouped by prompt, with the same number of responses to each prompt."""
+        """Summarise scores that are sorted by prompt, with the same number of responses to each prompt."""
         passed = [is_right(score, self.by_value) for score in scores]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return ResponseSummary(
@@ -277,7 +269,8 @@ class Evaluator:
                 prompt=turn.prompt,
                 max_new_tokens=turn.max_new_tokens,
                 temperature=self.temperature,
-                seed=episode.seed + (turn.number << 40),  # with equal seeds, turns would use the same random numbers
+                # without the turn's number, all turns of an episode would use the same random numbers
+                seed=episode.seed + (turn.number << 40),
                 stop=turn.stop,
             )
             return await proxy.generate(request)
@@ -299,11 +292,14 @@ async def _want_every(_: PlayedEpisode) -> bool:
 class EvaluationPorts:
     """The functions that an `Evaluations` object calls.
 
-    `wanted` returns whether a policy version is to be evaluated. `evaluated` returns whether a policy version has been
-    evaluated already. `engine` returns a context manager that lends an inference engine to the evaluation. `fetch`
-    loads the weights of a policy version and the log-probabilities to check them with, or raises `Missing` or
-    `Corrupt`. `keep` stores the result of an evaluation in the run's storage. The evaluation of a policy version is
-    skipped after `tries` engine failures, because each failure may have cost the run an engine.
+    - `wanted` returns whether a policy version is to be evaluated.
+    - `evaluated` returns whether a policy version has been evaluated already.
+    - `engine` lends an inference engine to the evaluation, as a context manager.
+    - `fetch` loads the weights of a policy version and the log-probabilities to check them with, or raises `Missing` or
+      `Corrupt`.
+    - `keep` stores the result of an evaluation.
+
+    The evaluation of a policy version is skipped after `tries` engine failures.
     """
 
     wanted: Callable[[int], bool]
@@ -317,7 +313,7 @@ class EvaluationPorts:
 
 
 class Evaluations:
-    """Evaluates, in order, every published policy version that `wanted` selects. See the module's docstring."""
+    """Evaluates, in order, every published policy version that `wanted` selects."""
 
     def __init__(self, means: EvaluationPorts, last: int) -> None:
         self._means, self._last = means, last

@@ -1,10 +1,10 @@
-"""Decides whether a training batch is formed now or waits for a running group of responses. No method changes state.
+"""Decides whether a training batch is formed now or waits for a running group of responses.
 
-While the learner is busy, a batch is formed only if no running group of responses has to be preempted for it. Once the
-learner is ready for the batch, a running group of responses that would be too old for the next batch is preempted and
-started again, unless the batch has to wait for the group. A group of responses that a batch has to wait for is called
-*awaited*. With `on_stale = "wait"`, a batch waits for every running group of responses that would be too old for the
-next batch. With `on_stale = "drop"`, a batch waits only for the responses to prompts that were preempted often (see
+While the learner is busy, a batch is formed only if no running group of responses has to be preempted (cancelled and
+started again later) for the batch. Once the learner needs the batch, running groups of responses that would be too old
+for the next batch are preempted. A batch never preempts a group of responses that is *awaited*: the batch waits for the
+group. With `on_stale = "wait"`, every running group of responses that would be too old for the next batch is awaited.
+With `on_stale = "drop"`, only groups of responses whose prompts were preempted often are awaited (see
 `issue_order`).
 """
 
@@ -42,8 +42,8 @@ class Formation:
     def must_wait(self, number: int, running: Iterable[int], *, learner_is_busy: bool, is_lost: bool) -> bool:
         """Return whether training batch `number` has to wait for a running group of responses.
 
-        While the learner trains, a batch waits for every group of responses that would be too old for the next batch,
-        because no group may be cancelled for a batch that nobody needs yet.
+        While the learner trains, the batch also waits for every running group of responses that would be too old for
+        the next batch.
 
         Args:
             running: start numbers of the running groups that were not preempted, in ascending order.
@@ -57,28 +57,22 @@ class Formation:
             return True
         if self.limits.on_stale == "drop" or is_lost:
             return False
-        # Only the later batches that the running groups of responses can fill have to be checked.
+        # Only the batches that the running groups of responses can fill have to be checked.
         filled = (self.starts.count_before(math.inf) - 1) // self.limits.groups
         reached = min(math.floor(self.limits.async_ratio) - 1, filled)
         return any(self._crowds(number, later) for later in range(1, reached + 1))
 
     def _crowds(self, number: int, later: int) -> bool:
-        """Return whether forming batch `number` now would force the scheduler to drop old groups of responses later.
+        """Return whether old groups of responses would have to be dropped later if batch `number` were formed now.
 
-        Old groups of responses have to be dropped if the batch takes younger groups while more old groups are running
-        than the next `later` batches can take.
+        The batch would take younger groups of responses, while more old groups run than the next `later` batches can
+        take.
         """
         bound, groups = self.oldest_allowed(number + 1 + later), self.limits.groups
         return self.starts.count_before(bound) > later * groups and self.buffer.count_older(bound) < groups
 
     def _has_room_for_awaited(self, bound: float) -> bool:
-        """Return whether the batch would include a running group of responses that the batch has to wait for.
-
-        More groups of responses than fit into the batch may have started under policy versions older than `bound`. If
-        the batch has no room for the first running group of responses that it should wait for, the batch has no room
-        for any later one. For speed, the method looks up the first awaited group of responses only if the group's
-        policy version does not already decide the answer.
-        """
+        """Return whether the batch would include a running group of responses that the batch has to wait for."""
         groups, version = self.limits.groups, self.starts.find_oldest_awaited(bound)
         if version is None or self.buffer.count_older(version) >= groups:
             return False

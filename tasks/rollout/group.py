@@ -3,17 +3,14 @@
     prompt --> G (+ extra) x ( queue --> engine --> scorer )  --> TrajectoryGroup
                = an episode, run by the environment         `-----> Discard: it was given up
 
-- The episodes of a dispatch run independently. A response is scored as soon as it ends.
-- A request for which no engine was left is sent again, with the same seed. The group's other responses are kept.
-- If more than `group_size` responses are generated, the first `group_size` responses that end are kept, and the others
-  are aborted. The tokens of all responses are counted.
-- If nobody can judge a response, after several tries, the response is left out of its group, or the dispatch is given
-  up, as the config says: a reward of 0 would train the policy on a failure that the policy did not cause. A dispatch
-  is also given up if too few of its responses can be judged, or if the policy sampled no token of the response.
-- `give_up` aborts the running requests. A dispatch that was given up returns a `Discard` with the number of tokens that
-  were generated for the dispatch.
-- An environment may compute between two turns. If an episode is given up while its environment computes, the task of
-  the environment is cancelled.
+- The episodes of a dispatch run independently, and a response is scored as soon as it ends.
+- If the engine of a request fails and no other engine is left, the request is sent again later with the same seed; the
+  other responses of the group are kept.
+- If more than `group_size` responses are started, the first `group_size` responses that end are kept, and the others
+  are aborted.
+- If nobody can judge a response, the response is left out of its group, or the dispatch is given up, as the config
+  says. A reward of 0 would train the policy on a failure that the policy did not cause. A dispatch that is given up
+  returns a `Discard` with the number of generated tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest, make_storable
 class GroupPorts:
     """The objects and callbacks that the rollout of one prompt uses.
 
-    `generated` is awaited after each finished response, and may delay the scoring of that response.
+    `generated` is awaited after each finished response; it can delay the scoring of the response.
     """
 
     limits: RolloutLimits
@@ -79,7 +76,7 @@ class GroupPorts:
 
 
 class EpisodeCalls(NamedTuple):
-    """The functions that all episodes of a group call. See the module `episode`."""
+    """The functions that all episodes of a group call."""
 
     ask: Callable[[Turn], Awaitable[VersionedGeneration | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
@@ -88,16 +85,16 @@ class EpisodeCalls(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GroupRollout:
-    """One dispatch of a prompt. See the module's docstring."""
+    """One attempt to answer a prompt with a group of responses."""
 
     key: GroupKey
     ports: GroupPorts
     responses: int  # number of responses to generate, of which `group_size` are kept
     number: int  # number of this group of responses, counting all groups that the scheduler started
-    awaited: bool = field(kw_only=True)  # True if a batch waits for this group of responses and does not preempt it
-    # number of batches with this prompt that led to NaN or infinite weights
+    awaited: bool = field(kw_only=True)  # True if a batch waits for this group of responses
+    # number of earlier batches with this prompt that led to NaN or infinite weights
     redraws: int = field(default=0, kw_only=True)
-    # the response that could not be judged and for which the group was given up, with the reason
+    # the unjudged response because of which the group was given up, with the reason
     unjudged: UnjudgedResponse | None = field(default=None, kw_only=True)
     _peers: GroupPeers | None = None  # for a scorer that compares the responses of a group
     _over: asyncio.Event | None = None  # set once the group is given up; created when a caller needs it
@@ -136,13 +133,13 @@ class GroupRollout:
         await self._abort()
 
     async def _abort(self) -> None:
-        """End all episodes of the group of responses and abort their requests; requests that have ended are ignored."""
+        """End all episodes of the group and abort their running requests."""
         for episode in self._playing:
             episode.let_go()
         await self.ports.proxy.abort([id for _, id in sorted(self._requests.items())])
 
     def _build_id(self, turn: Turn) -> str:
-        """Build a request id that is unique for each turn and try, because an engine may still know the previous id."""
+        """Build a request id that is unique for each turn and try, because an engine may still use the previous id."""
         id = f"{turn.episode}.{turn.number}" if turn.number else turn.episode
         return id + "'" * self._tries.get(turn.sample, 0)
 
@@ -165,8 +162,8 @@ class GroupRollout:
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, tuple(trajectories), surplus_tokens=self._surplus)
 
     async def _sample(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> Sequence[Trajectory]:
-        """Run one episode until its reward is known, and return the trajectory of each of its branches; return nothing
-        if the episode is not kept."""
+        """Run one episode until its reward is known; return one trajectory per branch, or nothing if the episode is not
+        kept."""
         ports = self.ports
         for restores in (True, False):
             episode = self._build_episode(prompt, sample, calls)
@@ -187,8 +184,7 @@ class GroupRollout:
                     self._peers.leave(sample)
         if score is None:
             return ()
-        # With `judge_tries = 0`, a response that the scorer could not judge gets reward 0. An episode whose environment
-        # broke gets no reward.
+        # With `judge_tries = 0`, an unjudged response has reward 0. An episode whose environment failed has no reward.
         is_broken = episode.first is None or episode.unjudged is None
         judges_again = is_broken or ports.limits.judge_tries(prompt.scorer)
         if unjudged := episode.find_unjudged(score) if judges_again else None:
@@ -204,9 +200,7 @@ class GroupRollout:
         return trajectories
 
     def _leave_out(self, episode: PlayedEpisode, unjudged: Score) -> bool:
-        """Return whether a response that nobody could judge is left out of its group; if not, record why the group is
-        given up.
-        """
+        """Return whether an unjudged response is left out of its group; if not, record why the group is given up."""
         limits, why = self.ports.limits, unjudged.reason
         self._left_out += 1
         judged = limits.group_size - self._left_out
@@ -222,7 +216,7 @@ class GroupRollout:
         return False
 
     def _build_episode(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> PlayedEpisode:
-        """Create an episode of the prompt, whose history is recorded if the journal stores turns."""
+        """Create an episode of the prompt; its history is recorded if the journal stores turns."""
         ports = self.ports
         seed = sample_seed(ports.limits.seed, self.key.prompt, sample, redraws=self.redraws)
         build: Callable[..., PlayedEpisode] = PlayedEpisode
@@ -243,8 +237,7 @@ class GroupRollout:
         )
 
     def _restore_episode(self, episode: PlayedEpisode) -> None:
-        """Let an episode continue from the newest snapshot of its environment, if an earlier scheduler stored a
-        snapshot.
+        """Let an episode continue from the newest stored snapshot of its environment, if there is a snapshot.
 
         Raises:
             SnapshotRejected: the history before the snapshot does not fit the episode.
@@ -275,7 +268,8 @@ class GroupRollout:
                 seed,
                 stop=turn.stop,
                 episode=turn.episode if self.ports.environment.has_turns else "",
-                earlier=max(0, turn.prompt.length - self._given),  # a role's prompt may be shorter than the group's
+                # the prompt of a role may be shorter than the prompt of the group
+                earlier=max(0, turn.prompt.length - self._given),
             )
             try:
                 if self.ports.journal.is_empty:
@@ -352,9 +346,8 @@ def _hash_basis(prompt: Prompt, ports: GroupPorts, seed: int) -> str:
 def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:
     """Compute the 63-bit seed of one generation.
 
-    Every attempt to answer the same prompt uses the same seed, so that a response that was too long is not replaced by
-    a shorter response. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; each value
-    of `redraws` leads to another seed.
+    Every attempt to answer the same prompt uses the same seed, so that a long response is not replaced by a shorter
+    one. `redraws` counts the prompt's batches that led to NaN or infinite weights; a new value leads to a new seed.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,21 +1,14 @@
 """Chooses which prompt the policy answers next, and collects slow prompts into training batches of their own.
 
-A *round* is the set of prompts issued for one training batch. Prompts that have to be issued again come before new
-prompts; the class `Mixture` chooses the sources of new prompts. A preempted prompt waits for the next policy version,
-because a group of responses that starts right after an update has the most time until its batch is formed.
+A *round* is the set of prompts that are issued for one training batch. Prompts that have to be issued again come before
+new prompts. A prompt whose group of responses was preempted (cancelled because it was too slow) waits for the next
+policy version.
 
-A prompt whose group of responses was preempted `RolloutLimits.awaited_after` times is *awaited*, which means that a
-batch waits for the prompt's group. With tail batching (RollPacker, section 4) a prompt whose group was preempted often
-first waits in a queue, the *tail*, until the tail has enough prompts for a batch. A *short* round of prompts has no
-prompts from the tail (the queue of slow prompts), but may have prompts for redundant groups of responses. Once the tail
-has enough slow prompts for a batch, the next round of prompts is *long* and consists of exactly these slow prompts. The
-training batch of a long round (a round of slow prompts) waits for all its groups of responses, and no redundant groups
-are started for this batch. Tail batching omits no prompt; slow prompts are trained together with other slow prompts.
-The last round of prompts in a run is always long and begins with the slow prompts, so that the run does not omit slow
-prompts.
+With tail batching (RollPacker, section 4), prompts that were often preempted wait in a queue, the *tail*, until they
+fill a batch. A *short* round has no prompts from the tail; a *long* round has only prompts from the tail, and its batch
+waits for all their responses. The last round of a run is long, so that slow prompts are trained, too.
 
-A source that skips solved questions issues a new prompt only after the epoch of that prompt has started
-(`find_missing_epoch`).
+A source that skips solved questions issues a new prompt only after the epoch of the prompt has started.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.mixing import Mixture
 
-# prompts discarded for these reasons wait for a new policy version
+# Prompts that were discarded for one of these reasons wait for a new policy version.
 LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)
 
 
@@ -43,7 +36,7 @@ class Issue:
 
 
 class IssueOrder:
-    """Chooses the prompts that the policy answers next. See the module's docstring."""
+    """Chooses the prompts that the policy answers next."""
 
     def __init__(
         self,
@@ -53,7 +46,7 @@ class IssueOrder:
         behind: Iterable[tuple[int, int]] = (),
         epochs: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Start with the prompts in `again`, whose groups of responses were unfinished when the run stopped.
+        """Start with the prompts in `again`, which were unfinished when the run stopped.
 
         Args:
             behind: for each prompt of `again`, how often its group of responses was preempted.
@@ -72,10 +65,10 @@ class IssueOrder:
         self._version = -1
         self._batch = -1  # number of the training batch for which prompts are issued now
         self._is_long = False
-        self._long = 0  # number of slow prompts (in `_tail`) that still have to be issued for this batch
+        self._long = 0  # number of slow prompts in `_tail` that still have to be issued for this batch
 
     def take_issued(self) -> tuple[int, ...]:
-        """Return, in order, the prompts that were issued for the first time since the last call of `take_issued`."""
+        """Return the prompts that were issued for the first time since the last call, in order."""
         issued, self._fresh = tuple(self._fresh), []
         return issued
 
@@ -87,7 +80,7 @@ class IssueOrder:
             self._left.clear()
 
     def count_extra_groups(self, batch: int) -> int:
-        """Return the number of redundant groups of responses to start for this batch."""
+        """Return the number of extra (redundant) groups of responses to start for this batch."""
         return 0 if self._is_long_for(batch) else self._limits.redundant_groups
 
     def find_missing_epoch(self) -> tuple[int, int] | None:
@@ -126,7 +119,7 @@ class IssueOrder:
             self._behind.pop(prompt, None)
 
     def note_discard(self, discard: Discard) -> None:
-        """Schedule the prompt of a discarded group of responses again, or, if the group was filtered, another
+        """Schedule the prompt of a discarded group of responses again; a filtered prompt is replaced by another
         prompt."""
         if discard.reason.issued_again:
             key = GroupKey(discard.key.prompt, discard.key.attempt + 1)

@@ -1,6 +1,6 @@
-"""Tries several times to score a response whose judge cannot be reached.
+"""Tries several times to have a response scored whose judge cannot be reached.
 
-While a scorer can judge nothing, `Outages` delays the next tries, so that a run survives a long outage of a judge.
+While a scorer's judge is unavailable, `Outages` delays new attempts, so that a run survives a long outage.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Judge = Callable[[ScoreRequest], Awaitable[Score]]
 
 
 def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None) -> Judge:
-    """Return a function that tries up to `tries` times to judge a response, but at least once.
+    """Return a judge that tries up to `tries` times to score a response.
 
-    Once the event `over` is set, the function stops trying, because nobody needs the score any more.
+    Once the event `over` is set, the returned judge stops trying, because nobody needs the score any more.
     """
     over = over or asyncio.Event()
 
@@ -39,17 +39,17 @@ def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None
 
 
 class ScoreQueue:
-    """Counts the responses that wait for a score. A response counts as waiting until the last try to judge it has
+    """Counts the responses that wait for a score. A response is counted until the last attempt to judge it has
     ended.
     """
 
     def __init__(self, most: int | None = None, on_room: Callable[[], None] = lambda: None) -> None:
-        """Call `on_room` whenever the number of waiting responses falls below `most`; never, if `most` is None."""
+        """Call `on_room` whenever the number of waiting responses falls below `most`; None means never."""
         self._most, self._on_room = most, on_room
         self.waiting = 0
 
     def count(self, judge: Judge) -> Judge:
-        """Return a function that has a response scored by `judge`, and counts the response as waiting meanwhile."""
+        """Return a judge that calls `judge`, and counts the response as waiting during the call."""
 
         async def judge_counted(request: ScoreRequest) -> Score:
             self.waiting += 1
@@ -64,36 +64,34 @@ class ScoreQueue:
 
 
 class Outages:
-    """Counts, for each scorer, the consecutive groups of responses that nobody could judge.
+    """Counts, for each scorer, the consecutive groups of responses that the scorer could not judge.
 
-    Groups that run at the same time count once, because a short outage of a judge's server affects all of them.
+    Groups of responses that run at the same time count once, because one short outage affects all of them.
     """
 
     def __init__(self) -> None:
         self._in_a_row = Counter[str]()
         self._issued = Counter[str]()  # scorer -> number of started groups when an unjudged group was last counted
         self._paused = defaultdict[str, set[asyncio.Event]](set)  # scorer -> events that end the pauses of its groups
-        self._is_over = False  # True once no group is issued again
+        self._is_over = False  # True once no prompt is issued again
 
     def end(self, scorer: str) -> None:
-        """Record that the scorer judged a group of responses, so no group counts as unjudged any more. The pauses of
-        the scorer's other groups end.
-        """
+        """Record that the scorer judged a group of responses, and end all pauses of the scorer."""
         self._in_a_row[scorer] = 0
         for over in self._paused[scorer]:
             over.set()
 
     def end_pauses(self) -> None:
-        """End all pauses, now and later, because no group is issued again."""
+        """End all pauses, now and later, because no prompt is issued again."""
         self._is_over = True
         for over in {over for paused in self._paused.values() for over in paused}:
             over.set()
 
     def count(self, scorer: str, number: int, issued: int) -> int:
-        """Count the unjudged group with this `number`, after `issued` groups were started.
+        """Count an unjudged group and return the number of consecutive unjudged groups; `issued` groups have started so
+        far.
 
-        Return the new number of consecutive unjudged groups; return 0 if the group ran at the same time as a group that
-        was already counted.
+        The return value is 0 if the group ran at the same time as an unjudged group that was already counted.
         """
         if number <= self._issued[scorer]:
             return 0
@@ -102,10 +100,9 @@ class Outages:
         return self._in_a_row[scorer]
 
     async def pause(self, scorer: str, over: asyncio.Event) -> None:
-        """Wait before an unjudged group is issued again; stop waiting once `over` is set.
+        """Wait before the prompt of an unjudged group is issued again, at most until `over` is set.
 
-        The pause doubles with each consecutive unjudged group, up to `LONGEST_PAUSE`. If no unjudged group is counted,
-        there is no pause.
+        The pause doubles with each consecutive unjudged group, up to `LONGEST_PAUSE` seconds.
         """
         if self._is_over or not (in_a_row := self._in_a_row[scorer]):
             return

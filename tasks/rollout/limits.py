@@ -1,4 +1,4 @@
-"""The rollout scheduler's limits and choices; the module `tasks/run/limits.py` builds them from a run's config."""
+"""The limits of the rollout scheduler; the module `tasks/run/limits.py` builds them from the config of a run."""
 
 from __future__ import annotations
 
@@ -67,22 +67,23 @@ class RolloutLimits:
 
     @property
     def least_judged(self) -> int:
-        """Smallest number of judged responses with which a group is kept although its other responses are left out."""
+        """Smallest number of judged responses that a group must have; a group with fewer judged responses is
+        given up."""
         return min(LEAST_JUDGED, self.group_size)
 
     @property
     def lead(self) -> float:
         """Number of training batches by which generation may run ahead of training.
 
-        The fractional part of `async_ratio` only lets groups of responses start that replace slower groups. With
-        `on_stale = "wait"` no group of responses is replaced, so `async_ratio` is rounded down.
+        With `on_stale = "wait"`, `async_ratio` is rounded down, because its fractional part only starts groups that
+        replace slower groups.
         """
         ahead = self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
         return ahead if self.on_stale == "drop" else min(ahead, math.floor(self.async_ratio))
 
     @property
     def awaited_after(self) -> int:
-        """Number of preemptions after which a batch waits for the responses to a prompt."""
+        """Number of preemptions of a prompt after which a batch waits for its responses."""
         return self.max_preemptions or (1 if self.tail_batching else 3)
 
 
@@ -90,8 +91,7 @@ def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str 
     """Return why a group of responses is filtered (dynamic sampling, DAPO section 3.2); None if it is kept."""
     if limits is None:
         return None
-    # Batches store rewards as float32, so an audit can repeat this decision only from float32 rewards. The limit is
-    # rounded, too, because otherwise three rewards of 0.2 would have a mean above the limit 0.2.
+    # Batches store rewards as float32. The decision uses float32 rewards and limits, so that an audit can repeat it.
     stored = array("f", rewards)
     mean = _round_to_float32(statistics.fmean(stored))
     if limits.min_mean is not None and mean <= _round_to_float32(limits.min_mean):

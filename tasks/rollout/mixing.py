@@ -1,19 +1,16 @@
-"""Mixes prompt sources: chooses the source of the next prompt, so that training gets each source's configured share.
+"""Mixes prompt sources: chooses the source of the next prompt, so that each source has its configured share of
+training.
 
-The shares of the prompt sources define an endless sequence of *slots*, each of which belongs to one source. The groups
-of responses from a prompt source fill the slots of that source in the order of issue; filtered groups fill no slot. The
-next prompt comes from the prompt source that owns the first free slot.
+The shares of the sources define an endless sequence of *slots*, and each slot belongs to one source. Groups of
+responses fill the slots of their source in the order of issue; a filtered group fills no slot. The next prompt comes
+from the source that owns the first free slot.
 
     slots         a a b a | a a b a | a ...
     issued        a0 a1 b0 a2 ...        a1 is filtered: one more `a` comes before b1
 
-- From the beginning up to any point, each source has its share of the issued groups to within one group. The groups
-  that a filter keeps have the same shares, once the freed slots are filled again. A source with more filtered groups
-  gets more prompts, so the source is not trained less.
-- A slow source does not delay other sources, because its groups count from the moment at which they are issued.
-- The choice depends only on the counts in a `Cursor`. So a scheduler that resumes from a commit makes the same choices
-  as the scheduler that made the commit. Which prompts fill the first n slots depends on which groups are filtered, not
-  on the order in which groups are filtered. So a run at alpha = 0 is reproducible.
+- At any time, the number of issued groups of each source differs from its share by at most one group. A source whose
+  groups are often filtered issues more prompts, so that its share of training stays the same.
+- The choice depends only on the counts in a `Cursor`, so that a scheduler that resumes a run makes the same choices.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ from rollflow.storage.records import Cursor
 
 
 class Mixture:
-    """Chooses the source of each new prompt, so that each prompt source gets its configured share. See the module's
-    docstring for the rule by which sources are chosen."""
+    """Chooses the source of each new prompt, so that each prompt source gets its configured share."""
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
         """Continue from the counts of issued and filtered prompts of each source, by default from the beginning."""
@@ -55,18 +51,15 @@ class Mixture:
         return position * len(self._issued) + source
 
     def note_filtered(self, index: int) -> None:
-        """Record that this prompt's group of responses was filtered, so its source may issue another prompt."""
+        """Record that the group of responses of a prompt was filtered, so that its source may issue another prompt."""
         self._filtered[index % len(self._filtered)] += 1
 
 
 class Slots:
-    """An endless sequence of slots, each owned by one prompt source, that follows the configured shares closely.
+    """An endless sequence of slots that gives each prompt source its configured share.
 
-    Each slot goes to the prompt source that would otherwise be the first to fall too far behind its share. A prompt
-    source that would get too far ahead of its share is excluded. The rule that assigns slots to prompt sources is
-    Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980). With D prompt sources, the
-    number of slots of a source differs from its exact share by at most 1 - 1 / (2D - 2). Shares are read as the decimal
-    fractions in the config, so the sequence of slots is periodic.
+    The rule is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980). With D prompt
+    sources, the number of slots of a source differs from its exact share by at most 1 - 1 / (2D - 2).
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
@@ -75,7 +68,7 @@ class Slots:
         self._assigned: list[list[int]] = [[] for _ in shares]
 
     def first_free(self, filled: Sequence[int]) -> int:
-        """Return the prompt source that owns the first free slot; `filled` counts the filled slots of each source."""
+        """Return the source of the first free slot; `filled` counts the filled slots of each source."""
         periods = [count // weight for count, weight in zip(filled, self._weights, strict=True)]
         first = min(periods)
         free = {s: filled[s] - first * self._weights[s] for s, period in enumerate(periods) if period == first}
@@ -90,7 +83,7 @@ class Slots:
         scale, period, number = max(2 * len(self._weights) - 2, 1), sum(self._weights), sum(map(len, self._assigned))
 
         def behind(source: int) -> int:
-            """Return the number of the latest slot that keeps the prompt source from falling too far behind."""
+            """Return the latest slot that the source can get without falling too far behind its share."""
             return ((len(self._assigned[source]) + 1) * scale - 1) * period // (scale * self._weights[source])
 
         due = [

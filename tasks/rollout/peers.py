@@ -3,8 +3,8 @@
     episode --arrive(response)--> waits until every kept episode has arrived or left --> the other responses
             --leave()-----------> it ended without a final response to score
 
-A group ends only once all its episodes have ended, so this wait delays no group. `cancel` ends the wait of a group that
-was given up.
+Waiting for the other responses delays no group, because a group ends only after all its episodes. `cancel` ends the
+wait when the group of responses is given up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 
 class GroupPeers:
-    """Collects the final responses to one prompt, so that a scorer can compare them. See the module's docstring."""
+    """Collects the final responses to one prompt, so that a scorer can compare them."""
 
     def __init__(self, size: int) -> None:
         """Expect final responses from `size` episodes."""
@@ -25,7 +25,8 @@ class GroupPeers:
         self._is_cancelled = False
 
     async def arrive(self, sample: int, tokens: Sequence[int]) -> list[Sequence[int]] | None:
-        """Add a final response, and return the other responses to the prompt; None if the group was given up."""
+        """Add a final response, and wait for the other final responses to the prompt; return None if the group was
+        given up."""
         self._arrived[sample] = tokens
         self._check()
         await self._complete.wait()
@@ -34,7 +35,7 @@ class GroupPeers:
         return [self._arrived[other] for other in sorted(self._arrived) if other != sample]
 
     def leave(self, sample: int) -> None:
-        """Record that an episode has ended, so that no other episode waits for the response of this episode."""
+        """Record that an episode has ended, so that no other episode waits for its final response."""
         if sample not in self._arrived:
             self._left.add(sample)
             self._check()

@@ -11,8 +11,7 @@ from rollflow.tasks.runtime.spans import Spans
 
 
 class PromptSpans:
-    """Records an OpenTelemetry trace for each prompt that is issued. All times are read from the clock of the running
-    event loop."""
+    """Records an OpenTelemetry trace for each issued prompt. Times are read from the clock of the event loop."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans

@@ -1,21 +1,12 @@
-"""The inference proxy: presents all engines as one, updates their weights and replaces dead engines.
+"""The inference proxy: presents all engines as one engine, updates their weights and replaces failed engines.
 
-- Requests wait in one queue; the module `slots` decides which engine runs a request, and when.
-- `update` suspends all engines at the same time, loads the new weights, checks their log-probs and resumes them. An
-  engine whose log-probs differ from the learner's log-probs is closed before the engine generates a token. A request
-  that arrives during a weight update starts under the new policy version.
-- The requests of a failed engine continue on another engine with the tokens generated so far, and keep the policy
-  version under which they first started. With `on_weight_update = "restart"`, the requests of a failed engine start
-  from the beginning if the policy version has changed.
-- With `on_weight_update = "restart"`, a request that is aborted by a weight update starts again under the new policy
-  version. The result of a request that `abort` ended contains the tokens generated so far.
-- An engine can be borrowed, for example for an evaluation, as long as another engine is alive. The requests of a
-  borrowed engine continue on other engines, as if the engine had failed. An engine that was borrowed joins again when
-  the borrower returns it.
-- An engine that joins gets the current weights, and the engine's log-probs are checked before its first request. An
-  engine that fails is closed at once.
-- The attribute `version` changes as soon as one engine serves the new policy version. After a weight update begins, an
-  engine starts requests again only when it has the new weights.
+- Requests wait in one queue (see `slots`), so any free engine can serve any request.
+- A weight update suspends all engines, loads the new weights, and compares their log-probs with the learner's. An
+  engine whose log-probs differ is closed.
+- A request on a failed engine continues on another engine with the tokens generated so far. With `on_weight_update =
+  "restart"`, the request starts from the beginning if the policy version has changed.
+- An engine can be borrowed, for example for an evaluation, as long as another engine is alive.
+- Each new engine gets the current weights, and its log-probs are checked before its first request.
 """
 
 from __future__ import annotations
@@ -45,7 +36,7 @@ class WeightsProbe:
     tolerance: float
 
     def check(self, found: Sequence[float] | None) -> None:
-        """Check the engine's log-probabilities against the learner's; raise `EngineFailed` if they differ too much."""
+        """Check an engine's log-probabilities against the learner's; raise `EngineFailed` if they differ too much."""
         if found is None or not self.expected:
             return
         differences = [abs(a - b) for a, b in zip(found, self.expected, strict=True)]
@@ -59,7 +50,7 @@ class WeightsProbe:
 
 
 class VersionedGeneration(NamedTuple):
-    """A generation, and the policy version under which the request for it started."""
+    """A generation, with the policy version under which its request started."""
 
     generation: Generation
     version: int
@@ -68,7 +59,7 @@ class VersionedGeneration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _NewestWeights:
-    """The newest policy weights, which every engine that joins later has to load."""
+    """The newest policy weights, which an engine that joins later has to load."""
 
     version: int
     weights: Any
@@ -109,11 +100,10 @@ class _GenerationJob:
             self.asked.on_start(self.asked.sample, version)
 
     def keep_and_restart(self, kept: TokenSpan) -> None:
-        """Prepare the request to continue on another engine after the tokens `kept`.
-
-        Without `kept` tokens, the request starts from the beginning.
+        """Prepare the request to continue on another engine after the tokens `kept`; without them, from the
+        beginning.
         """
-        # a new id is needed, because an engine may still know the old id
+        # A new id is needed, because an engine may still use the old id.
         self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)
         if not kept:
             self.started = None
@@ -124,7 +114,7 @@ class _GenerationJob:
 
 
 class InferenceProxy:
-    """Presents all inference engines as one engine. See the module's docstring for what the proxy guarantees."""
+    """Presents all inference engines as one engine."""
 
     def __init__(
         self,
@@ -134,10 +124,10 @@ class InferenceProxy:
         routing: Routing = "least-work",
         cache: CacheLimits | None = None,
     ) -> None:
-        """Serve generation requests on the started engines `engines` and on engines that join later.
+        """Serve requests on the started `engines` and on engines that join later, at most `slots` requests at a time
+        per engine.
 
-        Each engine runs at most `slots` requests at the same time. With `cache`, an episode starts only if its tokens
-        fit into the KV cache of an engine.
+        With `cache`, an episode starts only if its tokens fit into the KV cache of an engine.
         """
         self._slots = slots
         self._replacement_seconds = replacement_seconds
@@ -166,7 +156,7 @@ class InferenceProxy:
     def capacity(self) -> int:
         """Number of requests that all live engines can run at the same time.
 
-        If no engine is alive, the capacity is that of one engine, so that requests can wait for a replacement.
+        If no engine is alive, the capacity of one engine is returned, so that requests can wait for a replacement.
         """
         return self._slots * max(1, self._queue.alive)
 
@@ -198,7 +188,7 @@ class InferenceProxy:
                     return job.build_answer(job.build_aborted(job.request.prefix), self.version)
                 generation: Generation | None = None
                 try:
-                    # a request that arrives during an update starts under the new policy version
+                    # A request that arrives during a weight update starts under the new policy version.
                     if not lane.serves.is_set():
                         await lane.serves.wait()
                     if job.aborted:
@@ -232,7 +222,7 @@ class InferenceProxy:
         await asyncio.gather(*(self._abort(lane, ids) for lane, ids in running.items()))
 
     async def update(self, version: int, weights: Any, probe: WeightsProbe, in_flight: InFlight) -> None:
-        """Update every live engine, and every engine that joins later, to the weights of policy version `version`.
+        """Load the weights of policy version `version` into all live engines and into all engines that join later.
 
         Raises:
             EngineFailed: no engine survived the update, and no engine will be replaced.
@@ -249,14 +239,14 @@ class InferenceProxy:
             raise self._queue.build_no_engine_error()
 
     async def join(self, place: int, engine: Engine) -> None:
-        """Add a started engine under the number of an old engine; the old engine's requests continue elsewhere.
+        """Add a started engine in place of an old engine; the old engine's requests continue on other engines.
 
         Raises:
             EngineFailed: the new engine could not load the current weights, so the old engine stays.
         """
         lane = EngineSlots(engine, self._slots)
         if self._taken is not None:
-            # fetched without the lock, so that no update has to wait
+            # The weights are fetched without the lock, so that no update has to wait for this engine.
             await engine.fetch(self._taken.version, self._taken.weights)
         async with self._changing:
             if self._taken is not None:
@@ -270,9 +260,9 @@ class InferenceProxy:
 
     @asynccontextmanager
     async def borrow_engine(self) -> AsyncIterator[Engine]:
-        """Borrow one engine from the run for the duration of a `with` block.
+        """Borrow one engine of the run inside a `with` block.
 
-        The borrowed engine serves no requests of the run inside the block, and serves them again after the block.
+        The borrowed engine serves no requests of the run inside the block.
 
         Raises:
             EngineFailed: fewer than two engines are alive, or the borrowed engine died inside the block.
@@ -283,9 +273,9 @@ class InferenceProxy:
         finally:
             try:
                 engine.check()
-                if place not in self.engines:  # another engine may have taken the borrowed engine's place meanwhile
+                if place not in self.engines:  # another engine may have got the borrowed engine's number meanwhile
                     await self.join(place, engine)
-            except EngineFailed as error:  # the failed engine keeps its place, so that the run restarts it
+            except EngineFailed as error:  # the failed engine stays registered, so that the run restarts it
                 self._queue.places.setdefault(place, EngineSlots(engine, self._slots, failure=EngineFailed(str(error))))
                 raise
 
@@ -306,11 +296,11 @@ class InferenceProxy:
             self.on_change()
 
     def _start(self, job: _GenerationJob, engine: Engine) -> None:
-        """Prepare a request for an engine, which is called next."""
+        """Prepare a request for an engine."""
         assert self._taken is not None, "an engine must have weights before it serves requests"
         if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
             self._send_again(job, TokenSpan())
-        if job.started is None:  # staleness counts from the start of the request, not from its first token
+        if job.started is None:  # staleness counts from the start of the request
             job.start(engine.version)
         job.asked_at = asyncio.get_running_loop().time()
 
@@ -376,14 +366,15 @@ class InferenceProxy:
     def _fail(self, lane: EngineSlots, error: EngineFailed) -> None:
         """Remove a failed engine and close the engine, because its process may still run."""
         if lane.failure is None:
-            lane.failure = EngineFailed(str(error))  # a traceback would keep the engine alive
+            # a copy without traceback, because a traceback would keep the engine object in memory
+            lane.failure = EngineFailed(str(error))
             closing = asyncio.create_task(self._close(lane))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             self._queue.offer_slots(lane)
 
     async def _hand_over(self, lane: EngineSlots) -> None:
-        with suppress(EngineFailed):  # the engine is dead, and all requests on this engine have failed already
+        with suppress(EngineFailed):  # requests of the dead engine have failed already
             await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
 
     async def _close(self, lane: EngineSlots) -> None:

@@ -1,7 +1,6 @@
-"""The running groups of responses, indexed by the policy version under which they started.
+"""An index of the running groups of responses by the policy version under which they started.
 
-The scheduler queries this index after every group of responses that ends. A run has few policy versions in flight and
-many groups of responses, so the frequent queries cost O(versions), not O(groups).
+The scheduler queries the index after each group, so queries cost O(versions) instead of O(groups).
 """
 
 from __future__ import annotations

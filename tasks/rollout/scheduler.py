@@ -6,21 +6,17 @@
                 +------ issued again <----+-------------------------+
                         (a filtered prompt is replaced by another prompt)
 
-What each loop waits for, and what ends its wait:
+Each loop waits as follows:
 
-- `_admit` waits for room: a new version, the end of a response or of a group, or a new batch makes room. It also waits
-  until the log has the entry of a new epoch, if a source skips solved questions.
-- A dispatch waits for engines and for the verifier. Both waits are bounded: a dead engine raises an error, and the
-  verifier has a deadline.
-- `_form_batches` waits for N fresh groups, then for the commit, then for room in the channel.
+- `_admit` checks after each new version, batch and finished response whether a new group may start.
+- A dispatch waits for engines and for the verifier, and both waits have a time limit.
+- `_form_batches` waits for N fresh groups of responses, for the commit, and for room in the channel.
 
-The modules `admission` and `formation` decide, without side effects, whether one more group starts and whether a batch
-is formed. The module `issue_order` decides which prompts are issued for the same batch.
+The modules `admission` and `formation` decide, without side effects, whether a group of responses starts and whether a batch is formed.
 
-Each batch is committed with the prompts that were issued and the groups that were discarded since the previous batch.
-These prompts and groups are collected in one step of the event loop, so they are consistent. A scheduler that resumes
-from the run's log first forms the voided batches again, and issues again exactly those prompts whose groups are neither
-in a batch nor discarded.
+Each batch is committed together with all prompts that were issued and all groups that were discarded since the previous
+batch. A scheduler that resumes a run issues again exactly those prompts whose groups are neither in a batch nor
+discarded.
 """
 
 from __future__ import annotations
@@ -71,11 +67,10 @@ from rollflow.tasks.scorers.config import name_section
 class SchedulerPorts:
     """The functions and objects that a scheduler calls, for example to read prompts and to commit batches.
 
-    `prompt` returns a prompt, or an awaitable if finding the prompt takes long. `commit` stores a training batch
+    `prompt` returns a prompt, or an awaitable if reading the prompt takes long. `commit` stores a training batch
     durably and sends the batch to the learner. `pack` encodes a group of responses for storage as soon as the group is
-    complete. In a simulation, which stores nothing, `pack` returns its argument. `start_epoch` starts an epoch of a
-    prompt source and returns the position after the epoch's last prompt; only sources that skip solved questions need
-    epochs. `journal` stores finished turns.
+    complete. `start_epoch` starts an epoch of a prompt source and returns the position after the epoch's last prompt.
+    `journal` stores finished turns.
     """
 
     prompt: Callable[[int], Prompt | Awaitable[Prompt]]
@@ -91,8 +86,7 @@ class SchedulerPorts:
 
 
 class RolloutScheduler:
-    """Turns prompts into training batches, and commits each batch to storage. See the module's docstring for what the
-    scheduler guarantees."""
+    """Turns prompts into training batches, and commits each batch to storage."""
 
     def __init__(
         self, limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
@@ -100,7 +94,7 @@ class RolloutScheduler:
         self.limits, self._ports, self._proxy = limits, ports, proxy
         missing = tuple(number for number in resume.missing if number < limits.batches)
         self.due = BatchesToForm(resume.number, missing, limits.batches)
-        self.voids = resume.voids  # if another batch is voided, the run replaces this scheduler
+        self.voids = resume.voids  # a run replaces its scheduler when another batch is voided (rejected)
         self.buffer, self.counts = TrajectoryBuffer(), SchedulerCounts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind, resume.epochs)
         self._redraws = dict(resume.redraws)
@@ -129,12 +123,12 @@ class RolloutScheduler:
         self._issued = 0
         self._left_behind: set[GroupRollout] = set()  # preempted groups of responses that have not ended yet
         self._generating = 0  # number of unfinished responses of all running groups of responses
-        self._had_room = True  # False if the engines had no free slot when admission last decided
+        self._had_room = True  # False if the engines had no free slot at the last decision of admission
         self._discards: list[Discard] = []
-        self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups of responses in `_discards`
-        self._unjudged: list[UnjudgedResponse] = []  # responses of the groups in `_discards` that nobody could judge
+        self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups in `_discards`
+        self._unjudged: list[UnjudgedResponse] = []  # unjudged responses of the groups in `_discards`
         self._filtered_in_a_row = 0
-        self._unjudged_of = Counter[int]()  # prompt -> its unjudged groups of responses since the last scored one
+        self._unjudged_of = Counter[int]()  # prompt -> number of consecutive unjudged groups
         # newest published policy version, which is the number of the learner's next batch
         self._published = proxy.version
         self._aborts: set[asyncio.Task[None]] = set()
@@ -281,7 +275,7 @@ class RolloutScheduler:
             self._room.set()
 
     def _note_start(self, rollout: GroupRollout, version: int) -> None:
-        """Record the policy version under which a group started; preempt the group if it is too old for any batch."""
+        """Record the policy version under which a group started; preempt a group that is too old for every batch."""
         if rollout not in self._left_behind:
             self._starts.add(version, rollout)
             if self.due.count and version < self._formation.oldest_allowed(self.due.first):
@@ -308,7 +302,7 @@ class RolloutScheduler:
         self._unjudged += group.left_out
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
-            raise ConfigError(  # the run fails, because after a restart the same prompts would be filtered again
+            raise ConfigError(  # The run fails, because the same prompts would be filtered again after a restart.
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last group: {why}); "
                 "widen the filter, or choose prompts that this policy sometimes answers correctly"
             )
@@ -338,7 +332,7 @@ class RolloutScheduler:
                 self._ready.clear()
 
     def _stage_batch(self) -> StagedBatch | None:
-        """Take the groups of responses for the next batch from the buffer; None if the batch cannot be formed yet."""
+        """Take the groups of responses for the next batch from the buffer; return None if the batch has to wait."""
         number = self.due.first
         waits = self._formation.is_full and self._must_wait(number)
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)

@@ -1,15 +1,14 @@
-"""The slot queue: decides which request runs on which inference engine, and when. There is one queue for all engines.
+"""The slot queue: decides which inference engine runs which request, and when. All engines share one queue.
 
-- A request waits in the queue, not at an engine, until an engine has a free slot. The first engine with a free slot
-  gets the first request in the queue. An engine never gets more requests than the engine has slots.
-- The request with the lowest priority number goes first; among requests of equal priority, the request that arrived
-  first goes first. A request whose engine died keeps its place in the queue.
-- `least-work` routing chooses the engine with the smallest product of the engine's number of requests and its measured
-  seconds per token. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
-- While no engine is alive, requests wait up to `replacement_seconds` for a new engine. If no engine joins within
-  `replacement_seconds`, the waiting requests fail with `EngineFailed`.
+- A request waits in the queue until an engine has a free slot, so an engine never has more requests than slots.
+- The request with the lowest priority number runs first; among equal priorities, the oldest request runs first. A
+  request whose engine failed keeps its place in the queue.
+- `least-work` routing chooses the engine with the smallest product of running requests and measured seconds per token.
+  `prefix` routing prefers an engine that already runs the same prompt.
+- While no engine is alive, requests wait up to `replacement_seconds` for a new engine, and then fail with
+  `EngineFailed`.
 
-Choosing an engine costs O(log engines) per request, however many requests are in flight.
+The choice of an engine costs O(log engines) per request.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class EngineSlots:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request's place in the queue for an engine. With `prefix` routing, requests with the same `group` value prefer
-    the same engine."""
+    """A request's place in the queue for an engine. With `prefix` routing, requests with equal `group` prefer the same
+    engine."""
 
     priority: float
     arrival: int
@@ -88,8 +87,7 @@ class Ticket:
 
 
 class SlotQueue:
-    """The inference engines and the queue of requests for them. See the module's docstring for the order in which
-    requests are served."""
+    """The inference engines and the queue of requests for them."""
 
     def __init__(self, routing: Routing, replacement_seconds: float) -> None:
         self._routing = routing
@@ -113,7 +111,7 @@ class SlotQueue:
 
     @property
     def alive(self) -> int:
-        """Number of engines that have not failed, counted after each change that `offer_slots` or `remove` reports."""
+        """Number of engines that have not failed."""
         if self._alive is None:
             self._alive = len(self.live)
         return self._alive
@@ -130,11 +128,11 @@ class SlotQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for an engine; counting them takes a pass over the whole queue."""
+        """Number of requests that wait for an engine; the count takes a pass over the whole queue."""
         return sum(ticket.waits for _, ticket in self._queue)
 
     def create_ticket(self, priority: float, group: Hashable = None) -> Ticket:
-        """Create a queue ticket behind all other tickets of the same priority."""
+        """Create a ticket that is served after all other tickets of the same priority."""
         return Ticket(priority, next(self._arrivals), group if self._routing == "prefix" else None)
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
@@ -200,7 +198,7 @@ class SlotQueue:
             self._measured = self._measured or lane
 
     def offer_slots(self, lane: EngineSlots) -> None:
-        """Give an engine's free slots to waiting requests, after the engine's slots have changed."""
+        """Give an engine's free slots to waiting requests; call this after the engine's slots have changed."""
         if lane.failure is not None:
             self._alive = None
         self._offer(lane)
@@ -211,23 +209,23 @@ class SlotQueue:
             return
         lane.stamp = next(self._stamps)
         entry = self._load(lane), lane.stamp, lane
-        if self._open and self._open[0][2] is lane:  # the first entry is outdated now
+        if self._open and self._open[0][2] is lane:  # the first heap entry is outdated now
             heapq.heapreplace(self._open, entry)
         else:
             heapq.heappush(self._open, entry)
-        if len(self._open) > 4 * len(self._places) + 64:  # most entries of the heap are outdated
+        if len(self._open) > 4 * len(self._places) + 64:  # The heap is rebuilt when most of its entries are outdated.
             self._open = [entry for entry in self._open if entry[1] == entry[2].stamp]
             heapq.heapify(self._open)
 
     def _load(self, lane: EngineSlots) -> float:
-        """Estimate the seconds per token of one more request, as if requests on the engine ran one after another."""
+        """Estimate the engine's seconds per token if it runs one more request."""
         if not lane.tokens:
             known = self._measured
             return (lane.taken + 1) * (known.seconds / known.tokens if known else 1.0)
         return (lane.taken + 1) * lane.seconds / lane.tokens
 
     def _dispatch(self) -> None:
-        """Give free slots to waiting requests in the order of the queue, until no slot is left for the next request."""
+        """Give free slots to waiting requests, in the order of the queue."""
         while self._queue:
             ticket = self._queue[0][1]
             if ticket.waits:

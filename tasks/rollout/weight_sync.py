@@ -2,8 +2,8 @@
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 
-Weight sync always updates to the newest version and skips the versions between. Weight sync never waits for an
-evaluation, because an evaluation, which needs one fixed version, has an engine for itself.
+Weight sync always loads the newest version, and skips versions that were replaced meanwhile. An evaluation never delays
+weight sync, because each evaluation has an engine for itself.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 
 
 class VersionFeed(Protocol):
-    """Announces new policy versions, which are read from storage; the channel only signals when to read."""
+    """Reports new policy versions and loads their weights."""
 
     async def newer(self, version: int) -> int:
         """Wait for a policy version above `version`; return the newest published policy version."""
 
     async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
-        """Load a policy version's weights, in the engines' format, and the log-probabilities to check them with."""
+        """Load the weights of a policy version, and the log-probabilities to check them with."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionCallbacks:
-    """Callbacks of the weight sync: for a policy version that is published, and for one that the engines have."""
+    """Callbacks of the weight sync, for published policy versions and for versions that the engines have loaded."""
 
     published: Callable[[int], None]
     updated: Callable[[int], None]
 
 
 class WeightSync:
-    """Keeps the inference engines at the newest policy version; see the module's docstring."""
+    """Keeps the inference engines at the newest policy version."""
 
     def __init__(self, proxy: InferenceProxy, feed: VersionFeed, in_flight: InFlight, hooks: VersionCallbacks) -> None:
         self._proxy, self._feed, self._in_flight, self._hooks = proxy, feed, in_flight, hooks

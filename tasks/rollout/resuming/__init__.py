@@ -1,1 +1,1 @@
-"""Lets a new scheduler continue where an earlier scheduler stopped, with the finished turns of unfinished episodes."""
+"""Stores the finished turns of unfinished episodes, so that a new scheduler continues these episodes after a crash."""

@@ -17,17 +17,17 @@ from rollflow.tasks.rollout.resuming.journal import TurnFolder, TurnJournal
 
 
 class TurnFiles(TurnFolder):
-    """The files of finished turns that one scheduler process reads and writes. The process holds `claim`."""
+    """The files of finished turns that one scheduler process reads and writes. The process holds the scheduler's role
+    in the log."""
 
     def __init__(self, store: ObjectStore, claim: int) -> None:
         self._store, self._claim = store, claim
         self._numbers, self._notes = itertools.count(), itertools.count()
 
     def open_journal(self, settings: RolloutConfig, state: RunState, *, has_turns: bool = True) -> TurnJournal:
-        """Create the journal of a scheduler that starts from `state`, with the stored turns of running groups.
+        """Create the journal of a scheduler that starts from `state`, with the stored turns of unfinished groups.
 
-        Files without a running group, and damaged files, are deleted. All files are deleted if `settings` turn durable
-        turns off, or if episodes have a single turn.
+        All other files of turns are deleted. If `settings` turn off durable turns, or if episodes have a single turn, all files are deleted.
         """
         is_on = has_turns and settings.durable_turns != "off"
         stored = {path: self._read_running(path, state) for path in sorted(self._store.list(FOLDER))}
@@ -40,7 +40,7 @@ class TurnFiles(TurnFolder):
         return TurnJournal(self, kept, waits=waits, max_snapshot_bytes=settings.max_snapshot_bytes)
 
     def _read_running(self, path: str, state: RunState) -> list[Record]:
-        """Return a file's turns and snapshots of groups that are neither in a batch nor discarded."""
+        """Return the turns and snapshots of a file that belong to unfinished groups."""
         running = set(state.in_flight)
 
         def is_running(group: GroupKey) -> bool:

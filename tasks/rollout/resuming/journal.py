@@ -7,15 +7,13 @@
     episode again from its start. After that point, each stored turn is recalled instead of generated, up to the first
     turn that is not stored.
 
-- A turn is recalled only for the same request: the same context, token limit, stop strings, temperature and seed. If an
-  environment answers differently than before the crash, the contexts differ, and the policy generates the turn again. A
-  record says so (`episode_restarts`).
-- With `durable_turns = "before-action"`, the environment gets a turn only after the turn is stored. So no action is
-  repeated with another turn, and a crash loses only running generations.
-- With `durable_turns = "background"`, nothing waits for storage. A crash also loses the turns of the last moment.
-- No turn is recalled after a turn of its episode that was generated again, because its tokens may be older.
-- A snapshot is stored with or before the turn that follows it.
-- A file is deleted as soon as each of its groups is in a batch or discarded.
+- A stored turn is used again only for exactly the same request: same context, token limit, stop strings, temperature
+  and seed. If an environment answers differently than before the crash, the policy generates the turn again, and the
+  reason is stored.
+- With `durable_turns = "before-action"`, an environment receives a turn only after the turn is stored, so that no
+  action is repeated with another turn.
+- With `durable_turns = "background"`, episodes never wait for storage, and a crash loses the newest turns.
+- A file is deleted as soon as all its groups of responses are in a batch or discarded.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ EpisodeKey = tuple[GroupKey, int]  # group, and the number of the episode in the
 
 
 class TurnFolder(Protocol):
-    """The place where a journal stores turns."""
+    """The storage folder to which a journal writes turns."""
 
     async def write(self, records: Sequence[Record]) -> str:
         """Store turns and snapshots in a new file, and return the file's path.
@@ -65,11 +63,10 @@ class TurnFolder(Protocol):
 
 
 class TurnJournal:
-    """The stored turns of one scheduler's episodes. See the module's docstring. A journal without a folder stores
-    nothing.
+    """The stored turns of one scheduler's episodes. A journal without a folder stores nothing.
 
-    `stored` are the files of earlier schedulers, by path, oldest first. If `waits` is True, `record` waits until the
-    turn is stored.
+    `stored` maps the path of each file of an earlier scheduler to its records, oldest file first. If `waits` is True,
+    `record` returns only after the turn is stored.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class TurnJournal:
         return self._folder is not None
 
     def _read_stored(self, stored: Mapping[str, Sequence[Record]]) -> dict[EpisodeKey, RestorePoint]:
-        """Read the stored turns, and return the point from which each episode with a snapshot continues."""
+        """Read the stored turns; return the point from which each episode with a snapshot continues."""
         snapshots: dict[EpisodeKey, list[EnvironmentSnapshot]] = {}
         for path, records in stored.items():
             self._files[path] = {record.key.group for record in records}
@@ -114,8 +111,8 @@ class TurnJournal:
         return {key: point for key, point in points.items() if point is not None}
 
     def find_restore_point(self, group: GroupKey, sample: int, basis: str) -> RestorePoint | None:
-        """Return the point from which an episode continues, once; None if its environment stored no snapshot, or if the
-        episode does not begin as before the crash.
+        """Return the point from which an episode continues after a crash; None if there is no snapshot that fits the
+        episode.
         """
         point = self._points.pop((group, sample), None)
         return point if point is not None and point.basis == basis else None
@@ -130,7 +127,8 @@ class TurnJournal:
         episode = (key.group, key.sample)
         turn = self._known.get(episode, {}).pop(key.turn, None)
         if turn is None:
-            self._known.pop(episode, None)  # stored later turns may have older tokens than this turn
+            # later stored turns may have older tokens than the turn that is generated again
+            self._known.pop(episode, None)
             return None
         if turn.request != hash_request(request):
             self.diverged += 1
@@ -155,7 +153,7 @@ class TurnJournal:
         self._news.set()
 
     async def record(self, key: TurnKey, request: GenerationRequest, made: VersionedGeneration) -> None:
-        """Store a finished turn. An aborted generation is not stored.
+        """Store a finished turn, except an aborted generation.
 
         Raises:
             StoreFailed, Unreachable: `waits` is True, and the turn cannot be stored.
@@ -180,7 +178,7 @@ class TurnJournal:
             await asyncio.shield(self._written)
 
     def accepts_size(self, size: int) -> bool:
-        """Return whether a snapshot of this size is stored, and warn about the first snapshot that is too large."""
+        """Return whether a snapshot of this size is stored; warn about the first snapshot that is too large."""
         if size > self.max_snapshot_bytes and self._warns:
             self._warns = False
             logging.getLogger(__name__).warning(
@@ -198,9 +196,7 @@ class TurnJournal:
             self._news.set()
 
     async def run(self) -> None:
-        """Write the recorded turns, one file after another, until the task is cancelled; then end all waits for a
-        write.
-        """
+        """Write the recorded turns to storage, one file after another, until the task is cancelled."""
         try:
             while self._folder is not None:
                 await self._news.wait()
@@ -221,15 +217,15 @@ class TurnJournal:
                 self._writing = {record.key.group for record in records}
                 await self._keep_file(folder, await folder.write(records))
         except (StoreFailed, Unreachable) as error:
-            failed = error  # callers that wait get this error; other turns are generated again after a crash
+            failed = error  # callers that wait get this error
         finally:
             self._finish(written, failed)
         if restarts:
-            with contextlib.suppress(StoreFailed, Unreachable):  # these records are only information for users
+            with contextlib.suppress(StoreFailed, Unreachable):  # reasons of restarts are only information for users
                 await folder.note(restarts)
 
     async def _keep_file(self, folder: TurnFolder, path: str) -> None:
-        """Delete a written file if all of its groups have ended meanwhile; else remember its groups."""
+        """Remember the unfinished groups of a written file; delete the file if all its groups have ended."""
         if self._writing:
             self._files[path] = self._writing
         else:
@@ -244,7 +240,7 @@ class TurnJournal:
             written.set_exception(failed)
 
     async def close_groups(self, groups: Iterable[GroupKey]) -> None:
-        """Delete the files in which every group has ended; the groups `groups` have ended now."""
+        """Record that these groups have ended, and delete the files without unfinished groups."""
         ended = set(groups)
         self._pending = [record for record in self._pending if record.key.group not in ended]
         self._writing = self._writing - ended
@@ -260,7 +256,7 @@ class TurnJournal:
 
 
 def hash_request(request: GenerationRequest) -> str:
-    """Return a hash of all that decides a generation, except for the weights: the context, the limits and the seed."""
+    """Return a hash of the inputs of a generation, except for the weights: context, limits and seed."""
     prompt = request.prompt
     options = (request.max_new_tokens, request.temperature, request.seed, request.stop, prompt.placed)
     digest = hashlib.blake2b(repr(options).encode(), digest_size=16)

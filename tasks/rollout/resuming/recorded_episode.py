@@ -1,8 +1,8 @@
-"""An episode whose history is stored with each snapshot of its environment, so that a snapshot can restore the episode.
+"""An episode that records its history, so that a snapshot of its environment can restore the episode after a crash.
 
     generate, add, reward, ... --> events --> snapshot: events since the snapshot before it, and the environment's bytes
 
-After a crash, the events are applied to a new episode, without the environment. Then the environment is restored.
+After a crash, the recorded events are applied to a new episode, and then the environment is restored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from rollflow.tasks.rollout.resuming.restore_point import RestorePoint
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlace:
-    """Where the history of an episode is stored: a journal, the episode's place in it, and a hash of what the episode
-    began with.
-    """
+    """The place where the history of an episode is stored, and a hash of the episode's inputs."""
 
     journal: TurnJournal = field(default_factory=TurnJournal)
     group: GroupKey = GroupKey(0, 0)  # noqa: RUF009 - a key is immutable
@@ -41,14 +39,14 @@ class EpisodePlace:
 
 @dataclass(eq=False)
 class RecordedEpisode(PlayedEpisode):
-    """An episode whose history is recorded. See the module's docstring."""
+    """An episode whose history is recorded."""
 
     place: EpisodePlace = field(default_factory=EpisodePlace)
     keeps_snapshots: bool = True
     _events: list[EpisodeEvent] = field(default_factory=list)  # since the newest snapshot
     _number: int = 0  # number of the next snapshot
     _parent: str = ""  # digest of the newest snapshot
-    _mutes: bool = False  # True while calls are parts of an event, and are not events of their own
+    _mutes: bool = False  # True during a call whose inner calls are not recorded as separate events
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response, as `Episode.generate` specifies."""
@@ -102,7 +100,7 @@ class RecordedEpisode(PlayedEpisode):
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
         super().save_snapshot(data)
-        # no event can record a score that could not be computed, so such an episode is replayed from its turns
+        # Events cannot record a missing score, so the episode is replayed from its turns instead.
         if self.wanted is not None or self.unjudged is not None or not self.place.journal.accepts_size(len(data)):
             return
         place = self.place

@@ -2,8 +2,8 @@
 
     turn 0, events, snapshot 0 <-- turn 1, events, snapshot 1 <-- ...
 
-Each snapshot names the digest of the snapshot before it, and has the digests of the turns between them. So a snapshot
-is used only with the history that led to it, even if several schedulers have stored parts of an episode.
+Each snapshot stores the digests of the previous snapshot and of the turns since then, so that a snapshot is used only
+with the history that led to it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from rollflow.tasks.rollout.proxy import VersionedGeneration
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """The newest usable snapshot of an episode, and all that happened before it.
+    """The newest usable snapshot of an episode, with all earlier events.
 
-    The value of an event "turn" is the generation of the turn. `basis`, `number` and `digest` are copied from the
-    snapshot.
+    An event "turn" has the generation of the turn as its value.
     """
 
     basis: str
@@ -34,10 +33,10 @@ class RestorePoint:
 def find_restore_point(
     snapshots: Iterable[EnvironmentSnapshot], turns: Mapping[int, FinishedTurn]
 ) -> RestorePoint | None:
-    """Return the newest snapshot of an episode whose earlier snapshots and turns are all stored and fit together.
+    """Return the newest snapshot of an episode for which all earlier snapshots and turns are stored and match.
 
-    Of several snapshots with the same number, only the last snapshot counts. `turns` has the stored turns by their
-    number.
+    If several snapshots have the same number, only the last snapshot counts. `turns` maps the number of each stored
+    turn to the turn.
     """
     numbered = {one.number: one for one in snapshots}
     found: RestorePoint | None = None
@@ -61,9 +60,7 @@ def _follows(snapshot: EnvironmentSnapshot, before: RestorePoint | None) -> bool
 def _fill_turns(
     snapshot: EnvironmentSnapshot, before: RestorePoint | None, turns: Mapping[int, FinishedTurn]
 ) -> tuple[EpisodeEvent, ...] | None:
-    """Return all events up to the snapshot, with the generations of its turns; None if one of these generations is not
-    stored.
-    """
+    """Return all events up to the snapshot, with the generations of the turns; None if a generation is missing."""
     events = list(before.events) if before else []
     count = sum(event.kind == "turn" for event in events)
     for event in snapshot.events:

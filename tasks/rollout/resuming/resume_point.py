@@ -15,8 +15,8 @@ class ResumePoint:
     number: int = 0  # number of the first training batch that was never committed
     cursor: Cursor = field(default_factory=Cursor)
     again: tuple[GroupKey, ...] = ()
-    missing: tuple[int, ...] = ()  # numbers of the lost training batches that have to be formed again
-    voids: int = 0  # number of training batches that were voided (lost) so far
+    missing: tuple[int, ...] = ()  # numbers of the voided (rejected) training batches that have to be formed again
+    voids: int = 0  # number of training batches that were voided (rejected) so far
     behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and its number of preemptions
     redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that led to NaN weights
     # pairs of a source that skips solved questions, and the position after the last prompt of the source's newest epoch
