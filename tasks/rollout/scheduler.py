@@ -12,7 +12,8 @@ Each loop waits as follows:
 - A dispatch waits for engines and for the verifier, and both waits have a time limit.
 - `_form_batches` waits for N fresh groups of responses, for the commit, and for room in the channel.
 
-The modules `admission` and `formation` decide, without side effects, whether a group of responses starts and whether a batch is formed.
+The modules `admission` and `formation` decide, without side effects, whether a group of responses starts and whether a
+batch is formed.
 
 Each batch is committed together with all prompts that were issued and all groups that were discarded since the previous
 batch. A scheduler that resumes a run issues again exactly those prompts whose groups are neither in a batch nor

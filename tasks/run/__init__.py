@@ -1,1 +1,1 @@
-"""Contains what all processes of a run need: the run's config, storage access, prompts and user-defined code."""
+"""Provides what all processes of a run need: the config, storage access, prompts and user-defined code."""

@@ -1,6 +1,7 @@
-"""Defines the `[cluster]` section of a run's config: the Ray cluster, and the nodes and environment of its Ray actors.
+"""Defines the `[cluster]` section of a run's config: the Ray cluster, and the nodes and environment of its Ray
+actors.
 
-The config of a run is stored, so this section of the config rejects secrets. This module imports only pydantic.
+The config of a run is stored, so the section must not contain secrets, and secrets are rejected.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class PlacementConfig(Section):
 
     strategy: Literal["spread", "pack"] = Field(
         "spread",
-        description="how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on "
-        "all nodes in turn; pack: by Ray's default rule, which fills a node to half before it uses the next node",
+        description=(
+            "how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on all nodes "
+            "in turn; pack: by Ray's default rule, which fills one node to half before the next node"
+        ),
     )
     reserve_cpus: bool = Field(
         False,
@@ -51,8 +54,8 @@ class PlacementConfig(Section):
 
 
 class RewardActorsConfig(Section):
-    """The smallest and the largest number of reward actors. While many responses wait for a score, a run starts more
-    reward actors, up to the largest number.
+    """The smallest and the largest number of reward actors. The run starts more reward actors, up to the largest
+    number, while many responses wait for a score.
     """
 
     min: int = Field(1, gt=0, le=1024, description="smallest number of reward actors")
@@ -60,8 +63,10 @@ class RewardActorsConfig(Section):
         None,
         gt=0,
         le=1024,
-        description="largest number of reward actors, each with all worker processes of [reward] and [rewards]. They "
-        "run on different nodes if possible. Default: the value of min",
+        description=(
+            "largest number of reward actors, which run on different nodes if possible. Each reward actor has all "
+            "worker processes of [reward] and [rewards]. Default: the value of min"
+        ),
     )
     grow_seconds: float = Field(
         10.0,
@@ -74,7 +79,7 @@ class RewardActorsConfig(Section):
         60.0,
         ge=0,
         le=3600,
-        description="a reward actor ends after fewer reward actors were needed for this number of seconds",
+        description="a reward actor ends after it was not needed for this number of seconds",
     )
 
     @property
@@ -83,9 +88,7 @@ class RewardActorsConfig(Section):
         return self.min if self.max is None else self.max
 
     def find_idle(self, workers: int) -> Iterator[PydanticCustomError]:
-        """Refuse further reward actors of a run whose scorers have no worker processes. `workers` is the number of
-        worker processes.
-        """
+        """Reject several reward actors if the scorers of the run have no worker processes."""
         if self.most > 1 and not workers:
             key = "min" if self.max is None else "max"
             cure = "no scorer of this run has worker processes, so further reward actors have no work; remove the key"
@@ -126,8 +129,10 @@ class ClusterConfig(Section):
     )
     runtime_env: dict[str, Any] = Field(
         default_factory=dict,
-        description="runtime_env of Ray for the run's Ray actors; the key env_vars is not allowed in it, because "
-        "the key cluster.env sets environment variables",
+        description=(
+            "runtime_env of Ray for the run's Ray actors; its key env_vars is rejected, because the key cluster.env "
+            "sets environment variables"
+        ),
     )
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """Defines the config of a run: all settings that a user may choose, with their types and defaults.
 
-One recipe (the TOML file of a run) is one `RunConfig`. Each folder of `tasks` defines its own part of the config tree
-(`engines/config.py`, `rollout/config.py`, ...). The config tree is also the parameter form of the Prefect deployment.
-MLflow and the run's log record the config. This module imports only pydantic, so checking a config is fast.
+One recipe (the TOML file of a run) is parsed into one `RunConfig`. Each folder of `tasks` defines its own part of the
+config tree (`engines/config.py`, `rollout/config.py`, ...). This module imports only pydantic, so that a config is
+checked fast.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ class StoreConfig(Section):
     keep_prompts_bytes: int = Field(
         2**28,
         ge=0,
-        description="size of a prompt file, in bytes, up to which the file is copied into the run's storage; for a "
-        "larger prompt file only its hash is stored",
+        description=(
+            "largest size, in bytes, of a prompt file that is copied into the run's storage; of a larger prompt file "
+            "only the hash is stored"
+        ),
     )
     patience_seconds: float = Field(
         3600.0,
@@ -101,8 +103,10 @@ class RecoveryConfig(Section):
     backoff_seconds: float = Field(
         1.0,
         ge=0,
-        description="delay before the second restart of a role within window_seconds, in seconds; the delay doubles "
-        "with each further restart",
+        description=(
+            "delay before the second restart of a role within window_seconds, in seconds; the delay doubles with each "
+            "further restart"
+        ),
     )
     answer_seconds: float = Field(
         30.0, gt=0, le=LONGEST_SECONDS, description="seconds without an answer after which a Ray actor is restarted"
@@ -294,7 +298,7 @@ class RunConfig(Section):
         return f"there is no scorer of this name; add [rewards.{name}], or name one of {sorted(self.rewards)}"
 
     def _check_scorer(self) -> Refusals:
-        """Check that each prompt source has a scorer that can score its responses, instead of always returning 0."""
+        """Check that each prompt source has a scorer that can score its responses."""
         refused = dict[str, PydanticCustomError]()
         for source in self.prompts:
             for error in self._check_source(source):
@@ -315,7 +319,7 @@ class RunConfig(Section):
 
     def _trainable(self) -> Refusals:
         """Reject credit per turn without turns, and a critic with DeepSpeed and a policy that is not float32. DeepSpeed
-        needs one data type for all parameters, and the critic's head is float32.
+        needs one data type for all parameters, and the head of a critic is float32.
         """
         yield from find_turn_faults(self.train.objective, self.environment)
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
@@ -342,9 +346,8 @@ class RunConfig(Section):
     def probe_tolerance(self) -> float:
         """The largest accepted difference, in nats, between the log-probs of an engine and those of the learner.
 
-        In bfloat16 a logit of 16 is rounded by up to 0.06, and engine and learner round in different orders. In
-        measurements, the log-probs of correct engines differed from the learner's by up to 0.5 nats on single tokens.
-        The log-probs of engines with outdated weights differed from the learner's by more than one nat.
+        Log-probs in bfloat16 differ by up to 0.5 nats between correct engines and the learner, because of rounding.
+        Outdated weights cause differences above one nat.
         """
         chosen = self.engine.probe_tolerance
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
@@ -358,7 +361,7 @@ class RunConfig(Section):
     def scorers(self) -> dict[str, RewardConfig]:
         """The scorers that the run uses, by name; the scorer in `[reward]` has the name "".
 
-        A prompt file whose rows may name their scorers uses every scorer of the config section `[rewards]`.
+        If the rows of a prompt file may name their scorers, all scorers in `[rewards]` are used.
         """
         used = {source.reward or "" for source in self.prompts}
         if any(isinstance(source, FileBase) and source.reward_column for source in self.prompts):
@@ -372,7 +375,7 @@ class RunConfig(Section):
 
     @property
     def judges_again(self) -> bool:
-        """True if a response that could not be judged is judged again; otherwise such a response gets reward 0."""
+        """True if a response that could not be judged is judged again instead of getting reward 0."""
         return all(reward.judge_tries > 0 for reward in self.scorers.values())
 
     @property
@@ -382,7 +385,8 @@ class RunConfig(Section):
 
     @property
     def accuracy_shares(self) -> dict[str, float]:
-        """The weight of each prompt domain in an evaluation's accuracy; empty if all responses weigh the same."""
+        """The weight of each prompt domain in the accuracy of an evaluation; empty if all responses have equal
+        weights."""
         return self.shares if self.evaluation.mean == "share" and len(self.shares) > 1 else {}
 
     @property

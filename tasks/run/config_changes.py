@@ -3,14 +3,13 @@
     rollflow resume RUN --set key=value --> config before, config after --> rejected, by key
                                                                         --> claim, ConfigChanged
 
-A key may change unless one of these holds:
+A key may not change in three cases:
 
-- The key's section gives a reason why the key is fixed (`Section.fixed`).
-- The key decides what the learner stores beside the policy (`_list_stored_parts`).
-- The rules of the log (`rules`) do not allow the change at present: a waiting batch was formed under the old value, or
-  the new value excludes a published version.
+- The section of the key gives a reason why the key is fixed (`Section.fixed`).
+- The key determines what the learner stores beside the policy weights (`_list_stored_parts`).
+- The log does not allow the change yet, for example because an unused batch was formed under the old value.
 
-The process that appends the change holds the supervisor's claim; a running supervisor is deposed.
+The process that records the change takes over the supervisor's role from a running supervisor.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def tree_of(config: RunConfig) -> dict[str, Any]:
 
 
 def check_change(context: RunContext, after: RunConfig) -> None:
-    """Raise `ConfigError` with one sentence for each changed config key that may not change, now or ever."""
+    """Raise `ConfigError` with one sentence for each changed config key that may not change."""
     first, before, state = context.all_configs[0], context.config, context.log.state
     changes = diff_trees(tree_of(before), tree_of(after))
     refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
@@ -106,7 +105,7 @@ def _name_person() -> str:
 
 def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
     """Merge the differences between two configs into the recorded config, and keep all other values. If the merged
-    config does not parse to `after`, return all of `after` instead of the merged config.
+    config does not parse to `after`, return all of `after` instead.
     """
     old, new = (RECIPE.undo(tree_of(config), recorded) for config in (before, after))
     tree = _merge_trees(recorded, old, new)
@@ -144,7 +143,7 @@ def explain_fixed(config: RunConfig, key: str) -> str:
     place: Any = config
     names = key.split(".")
     for depth, name in enumerate(names):
-        if isinstance(place, Mapping):  # a section whose keys are names that the user chose, such as `rewards`
+        if isinstance(place, Mapping):  # a section with names that the user chose, such as `rewards`
             place = place.get(name)
             continue
         if not isinstance(place, Section):
@@ -190,13 +189,13 @@ def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str
 
 
 def _refuse_missing_scorers(before: RunConfig, after: RunConfig) -> Iterator[str]:
-    """Reject a config that lacks a scorer which the run's prompts may name."""
+    """Reject a config without a scorer that the prompts of the run may name."""
     for name in before.scorers.keys() - after.scorers.keys():
         yield f"{name_section(name)}: prompts of the run name this scorer; keep the section, {ANEW}"
 
 
 def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
-    """Yield the errors for config changes that the run's log does not allow at present."""
+    """Yield an error for each config change that the run's log does not allow yet."""
     if after.versions < state.version:
         yield (
             f"versions = {after.versions}: version {state.version} is already published; choose {state.version} or more"

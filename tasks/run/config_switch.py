@@ -1,10 +1,9 @@
-"""Provides the learner of a run whose config was changed: each policy version is trained with its own config.
+"""Wraps the learner of a run whose config was changed, so that each policy version is trained with its own config.
 
     config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
 
-The learner for config B loads the files as a restored learner does, so training continues bit for bit. The files are
-kept on this node meanwhile, and the old learner is released before the new learner is built. Keys that may change
-(`config_changes`) affect neither the names nor the shapes of the tensors in these files.
+When the config changes, a learner for the new config loads the weights and state of the old learner, so that training
+continues bit for bit. Config keys that may change (`config_changes`) affect neither names nor shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class MappedFiles(Mapping[str, Data]):
 
 
 class ConfigSwitchLearner:
-    """Wraps a `Learner`, and rebuilds the learner when the config changes from one policy version to the next."""
+    """Wraps a `Learner`; if the config changes between two policy versions, the learner is built again."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class ConfigSwitchLearner:
     def _change(self, config: RunConfig) -> None:
         (cache := node_cache()).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="change-", dir=cache) as folder:
-            # this line must precede `_build`, which draws random numbers
+            # The state is written before `_build`, because `_build` draws random numbers.
             state = _write_files(self._now.state(), Path(folder))
             weights = _write_files(self._now.weights(), Path(folder))
             self._learner = None

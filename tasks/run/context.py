@@ -1,6 +1,6 @@
-"""Gives each process of a run access to the run's storage, config, policy folder and prompts.
+"""Gives each process of a run access to storage, config, policy folder and prompts of the run.
 
-A `RunContext` is small and can be pickled; an unpickled context reads everything else from storage.
+A `RunContext` can be pickled; a process that unpickles it reads everything else from storage.
 """
 
 from __future__ import annotations
@@ -46,14 +46,10 @@ FORMAT = 5  # incremented when the format of any record changes, so that this re
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run. `uri` is the address of the run's storage (`<store>/runs/<run id>`), and `cache` is this node's folder
-    for fetched files.
+    """One run. `uri` is the address of the run's storage (`<store>/runs/<run id>`), and `cache` is a local folder for
+    fetched files.
 
-    A pickled context contains only `uri` and `patience`; on another node, `cache` is a folder of that node.
-
-    `patience` is the number of seconds to wait for a run's store while the store does not answer. A process that works
-    for the run waits until the store answers, and reports the wait (`store.waits`). A process that only reads the run
-    does not wait for a store that does not answer.
+    `patience` is the number of seconds to wait for a store that does not answer.
     """
 
     uri: str
@@ -71,7 +67,7 @@ class RunContext:
         try:
             found = read_creation(self.store)
         except Missing:
-            if self.store.exists("run.json"):  # the record of a run by an older release, which wrote no log
+            if self.store.exists("run.json"):  # a run of an older release has no log, but this file
                 raise self._build_format_error(0, "") from None
             cure = "check the run id, or name its store (--store, ROLLFLOW_STORE)"
             raise ConfigError(f"run {self.uri!r}: there is no such run; {cure}") from None
@@ -84,8 +80,8 @@ class RunContext:
         return found
 
     def check_format(self) -> None:
-        """Check that this release of the program can read the stored run. A run whose first log entry is missing or
-        damaged passes the check.
+        """Check that this release of the program can read the stored run. The check passes if the first log entry is
+        missing or damaged.
 
         Raises:
             ConfigError: another release of the program recorded the run, in another format.
@@ -120,8 +116,8 @@ class RunContext:
     def key(self) -> str:
         """The unique name of the run on a cluster or server, even if runs in two stores have the same name.
 
-        The run's key depends on the time of creation, because two storage services may have a bucket of the same name.
-        If the store is a folder, symbolic links to the folder do not change the run's key.
+        The key depends on the time of creation, because two storage services may have a bucket of the same name.
+        Symbolic links to a local store do not change the key.
         """
         local = self.store.local_path(entry_path(0))
         place = str(local.parent.parent.resolve()) if local else self.store.uri
@@ -130,7 +126,7 @@ class RunContext:
 
     @property
     def config(self) -> RunConfig:
-        """The run's current config, as far as this process has read the run's log.
+        """The current config of the run, as far as this process has read the log.
 
         Raises:
             Corrupt: the recorded config is invalid.
@@ -138,7 +134,7 @@ class RunContext:
         return self._get_parsed(self.configs[-1])
 
     def config_at(self, version: int) -> RunConfig:
-        """Return the config with which a policy version was trained; for a future version, the current config."""
+        """Return the config with which a policy version was trained; for future versions, return the current config."""
         return self._get_parsed(self.recorded_at(version))
 
     def recorded_at(self, version: int) -> RecordedConfig:
@@ -146,21 +142,22 @@ class RunContext:
         return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
-        """Return the config that was current when a process claimed its role in log entry `claim`."""
+        """Return the config that was current at log entry `claim`, with which a process took its role."""
         return self._get_parsed(self._config_of_entry(self.log.state.config_at(claim)))
 
     @property
     def all_configs(self) -> list[RunConfig]:
-        """All configs that the run has had; the first is the config with which the run was created."""
+        """All configs of the run, beginning with the first config."""
         return [self._get_parsed(recorded) for recorded in self.configs]
 
     @property
     def configs(self) -> list[RecordedConfig]:
-        """All recorded configs of the run, as far as this process has read the log; the last config is the current one.
+        """All recorded configs of the run, as far as this process has read the log; the last config is the current
+        config.
 
-        If the run's log is damaged, the list has only the readable configs.
+        If the log is damaged, the list has only the readable configs.
         """
-        first = self._creation  # raises an error if there is no such run
+        first = self._creation  # this line raises an error if there is no such run
         try:
             places = self.log.state.configs
         except Corrupt:
@@ -204,7 +201,7 @@ class RunContext:
 
     @cached_property
     def log(self) -> Log:
-        """The run's log, as read by this process; all callers share one copy."""
+        """The log of the run; all callers in this process share one copy."""
         return Log(self.store)
 
     @cached_property
@@ -225,25 +222,25 @@ class RunContext:
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:
-        """Return the config of the engine for evaluations. If evaluations borrow an engine, this is the config of the
-        run's engines.
+        """Return the config of the engine for evaluations. If evaluations borrow an engine, the result is the config of
+        the run's engines.
 
-        On a CPU, "auto" replaces vLLM by the transformers engine, if the transformers engine can run the policy.
+        On a CPU, the engine kind "auto" chooses the transformers engine instead of vLLM, if it supports the policy.
         """
         return choose_evaluation_engine(self.config, self.policy_folder, on_cpu=on_cpu)
 
     def weights(self, version: int) -> Path:
-        """Return a folder on this node with a policy version's weights, valid until another version is requested."""
+        """Return a local folder with the weights of a policy version, valid until another version is requested."""
         return self.policies.weights_folder(self.policies.find(version), self.cache / "weights")
 
     @cached_property
     def policy_folder(self) -> Path:
-        """A folder on this node with the policy's model config and tokenizer."""
+        """A local folder with the model config and the tokenizer of the policy."""
         return fetch_folder(self, "policy", "policies", "config", lambda path: not is_weights(path))
 
     @cached_property
     def first_weights(self) -> Path:
-        """A folder on this node with the policy at the start of the run, including the weights of `policy.path`."""
+        """A local folder with the policy before training, including the weights of `policy.path`."""
         return fetch_folder(self, "policy", "policies", "first")
 
     @cached_property
@@ -252,10 +249,11 @@ class RunContext:
         return PolicyTokenizer(self.policy_folder, self.created_at, single_start=self.created.single_start)
 
     def prompts(self) -> RunPrompts:
-        """Open the run's prompts with the run's first config, and check that the prompts are the same as at the start.
+        """Open the run's prompts with the run's first config, and check that the prompts are the same as at the
+        start.
 
-        A prompt that is too long for the policy is replaced by another prompt. The limit on a prompt's length follows
-        from `engine.max_new_tokens` in the run's first config, even if a later config changed that key.
+        Prompts that are too long for the policy are replaced by other prompts. The length limit comes from the run's
+        first config, so that it never changes.
 
         Raises:
             ConfigError: a package, or a prompt file without a copy in the run's storage, has changed since the run
@@ -266,13 +264,13 @@ class RunContext:
         config = self.all_configs[0]
         prompts = open_prompts(config, self.tokenizer, open_reader(self.store, config, pins), split_of(pins))
         check_asked(config, pins, prompts)
-        # only runs that skip solved questions have prompts that depend on the log
+        # Prompts depend on the log only in runs that skip solved questions.
         if any(map(skips_solved, config.prompts)):
             prompts.epochs = Epochs(self.log, config.prompts, prompts.sources)
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only `uri` and `patience`; a process that unpickles the context reads all else from storage."""
+        """Return only `uri` and `patience`; a process that unpickles the context reads everything else from storage."""
         return {"uri": self.uri, "patience": self.patience}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -289,9 +287,9 @@ def choose_evaluation_engine(config: RunConfig, policy_folder: Path, *, on_cpu: 
 def fetch_folder(
     context: RunContext, prefix: str, cache: str, name: str, wanted: Callable[[str], bool] = lambda path: True
 ) -> Path:
-    """Return a folder on this node with the wanted files of a model, which the run stores below `prefix`.
+    """Return a local folder with the wanted files of a model that the run stores below `prefix`.
 
-    If the run's storage is remote, the files are fetched into the folder `name` of the node's cache `cache`.
+    If the storage is remote, the files are fetched into the folder `name` of the local cache `cache`.
     """
     store = context.store
     local = store.local_path(f"{prefix}/config.json")
@@ -309,7 +307,7 @@ def fetch_folder(
     return NodeCache(context.cache / cache, context.key, context.patience).hold(name, fetch, whole).for_good()
 
 
-# Config keys that are newer than some recorded runs, by section, with the values that match how those runs behaved.
+# Config keys that are newer than some recorded runs, with the values that match the behaviour of these runs.
 BEFORE: dict[str, dict[str, Any]] = {
     "train": {
         "master_dtype": "policy",
@@ -326,8 +324,7 @@ BEFORE: dict[str, dict[str, Any]] = {
 def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
     """Parse a config that was read from a run's log.
 
-    Config keys that were renamed since the run get their present names. Missing keys of the config get the values that
-    match the behaviour of the recorded run.
+    Renamed keys get their present names. Missing keys get the values that match the behaviour of the recorded run.
 
     Raises:
         ValidationError: the recorded config is invalid.
@@ -339,7 +336,7 @@ def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
 
 
 def translate_recorded(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded config with the present names of its keys, and without values that never had an effect."""
+    """Return a recorded config with the present names of its keys, without values that never had an effect."""
     tree = RECIPE.apply(recorded)
     if _is_idle_admission(tree):
         tree["rollout"] = {**tree["rollout"], "admit_by": "slots"}
@@ -347,7 +344,7 @@ def translate_recorded(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_idle_admission(tree: Mapping[str, Any]) -> bool:
-    """Return whether a recorded config admits episodes of one turn by tokens, which had no effect."""
+    """Return whether a recorded config limits episodes of one turn by cache size, which never had an effect."""
     rollout, environment = tree.get("rollout"), tree.get("environment", {})
     if not (isinstance(rollout, Mapping) and isinstance(environment, Mapping)):
         return False
@@ -361,7 +358,7 @@ def claim(context: RunContext, role: Role, address: str, who: str = "") -> Write
         ConfigError: there is no such run.
         Deposed: a supervisor on another cluster has taken over the run.
     """
-    _ = context.created  # raises an error if there is no such run
+    _ = context.created  # this line raises an error if there is no such run
     host, process = socket.gethostname(), os.getpid()
     return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
 
@@ -376,7 +373,7 @@ def open_prompts(
 
 
 def probe_tokens(prompts: RunPrompts, count: int) -> list[int]:
-    """Return the first `count` tokens of the example answers, which use many rows of the embedding."""
+    """Return the first `count` tokens of the example answers; these tokens use many rows of the embedding."""
     tokens: list[int] = []
     index = 0
     while len(tokens) < count:

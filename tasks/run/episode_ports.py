@@ -28,5 +28,5 @@ def build_ports(config: RunConfig, tokenizer: PolicyTokenizer) -> EnvironmentPor
 
 
 def _list_sets(source: PromptBase) -> Iterable[str]:
-    """Return the names of a source's evaluation sets; each name is the domain of the set's prompts."""
+    """Return the names of the evaluation sets of a source; each name is also the domain of the set's prompts."""
     return source.evaluation_sets if isinstance(source, FilePrompts) else ()

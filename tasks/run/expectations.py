@@ -1,8 +1,7 @@
-"""Builds the expected values with which an audit compares a stored run: the limits of its config, and its prompts.
+"""Builds the values that an audit expects of a stored run, from the run's config and prompts.
 
-The module `storage.audit` checks a run by its storage alone; this module adds what follows from the run's config and
-prompts. If prompts can no longer be opened (a package has another version, a file is missing), `Expected.unchecked`
-contains the reason. An audit does not report prompts that cannot be opened as a violation of an invariant.
+If prompts cannot be opened any more, for example because a file is missing, `Expected.unchecked` contains the reason.
+Prompts that cannot be opened are not reported as a violation.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _read_recorded_limits(recorded: Mapping[str, Any]) -> BatchLimits:
 
 
 def read_limits(config: RunConfig) -> BatchLimits:
-    """Return the limits that a config sets for the batches that are committed while the config is current."""
+    """Return the limits that apply to batches committed under a config."""
     rules = _loosen_filter(config.rollout.filter)
     return BatchLimits(
         sources=len(config.prompts),
@@ -73,7 +72,7 @@ def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
     """Return the reasons for which a scheduler with this config may discard a group of responses."""
     left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
     filtered = {DiscardReason.FILTERED} if config.rollout.filter else set()
-    # an environment may break, and then no scorer can judge the episode
+    # The environment may fail, so that no scorer can judge the episode.
     may_break = not isinstance(config.environment, SingleTurnEnvironment)
     unjudged = {DiscardReason.UNJUDGED} if config.judges_again or may_break else set()
     return frozenset({left} | filtered | unjudged)
@@ -112,7 +111,7 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
 
 
 def _check_clock(context: RunContext) -> None:
-    """Raise `ConfigError` if the chat template shows the time, and the run did not record which time it showed."""
+    """Raise `ConfigError` if the chat template shows the time, and the run did not record the shown time."""
     if context.created.single_start:
         return
     for source in context.all_configs[0].prompts:
@@ -121,10 +120,9 @@ def _check_clock(context: RunContext) -> None:
 
 
 def _check_own_sources(context: RunContext) -> None:
-    """Raise `ConfigError` if the code of a user-defined prompt source, and so perhaps its questions, has changed.
+    """Raise `ConfigError` if the code of a user-defined prompt source has changed since the run began.
 
-    The run itself may continue with changed code of a prompt source, as long as the first questions of the source are
-    the same.
+    A changed source may still ask the same first questions, so the run itself can continue.
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):

@@ -1,7 +1,6 @@
-"""Measures the accuracy of a model on a run's held-out prompts, during the run's supervised cold start.
+"""Measures the accuracy of a model on the held-out prompts of a run, during the supervised cold start.
 
-With the environment `single-turn`, a model answers each held-out prompt once. With any other environment, a model plays
-an episode of each held-out prompt.
+With the environment `single-turn` a model answers each prompt once; with any other environment, it plays an episode.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from rollflow.tasks.scorers.verifier import (
 
 
 class HeldOutJudge:
-    """Generates and judges answers to the held-out prompts. A `HeldOutJudge` must be used and closed in the same
-    thread."""
+    """Generates and judges answers to the held-out prompts. A `HeldOutJudge` must be used and closed in one thread."""
 
     def __init__(self, context: RunContext) -> None:
         self._config, self._tokenizer = context.config, context.tokenizer
@@ -42,7 +40,7 @@ class HeldOutJudge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the verifiers' resources, such as the sandboxes that ran the programs in the answers."""
+        """Close the resources of the verifiers, such as sandboxes."""
         close_in_thread(self._verifiers.values())
 
     def __call__(self, model: Any) -> HeldOutAccuracy:
@@ -86,7 +84,8 @@ class HeldOutJudge:
         return runner_of_thread().run(play())
 
     async def _score(self, request: ScoreRequest) -> Score:
-        """Score a response for an environment. An error in the verifier becomes a score of 0 with a reason."""
+        """Score a response for an environment. An error in the verifier becomes a score of 0 with the error as the
+        reason."""
         config, verifier = self._config.scorers[request.scorer], self._verifiers[request.scorer]
         text = self._tokenizer.decode_response(request.tokens, config.special_tokens)
         try:

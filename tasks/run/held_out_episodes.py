@@ -1,12 +1,7 @@
-"""Plays the episodes of held-out prompts with a model in this process, for the accuracy during a cold start.
+"""Plays the episodes of held-out prompts with a model in this process, to measure accuracy during a cold start.
 
-At most as many episodes run at the same time as the environment can play at the same time. When each unfinished episode
-waits for a generation, all these generations are computed in batches, so the result does not depend on which episode
-asks first.
-
-A user-defined environment may run fewer episodes at the same time than rollflow expects, and let the others wait. If no
-episode requests a generation for a while, the requested generations are computed, so that no episode waits forever for
-another episode.
+Once every running episode waits for a generation, all generations are computed in one batch, so that the result does
+not depend on the order of requests.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
-STALL_SECONDS = 5.0  # the requested generations are computed after this many seconds without a new request
+STALL_SECONDS = 5.0  # after this many seconds without a new request, the requested generations are computed
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +61,7 @@ class BatchedModel:
     def _generate(self) -> None:
         """Generate the turn of each waiting episode."""
         asked, self._asked = self._asked, []
-        self.seed += 1  # with an equal seed, each turn would use the random numbers of the turn before it
+        self.seed += 1  # without a new seed, each turn would use the random numbers of the previous turn
         prompts, end = [list(turn.prompt.flat) for turn, _ in asked], self.tokenizer.stop_tokens[0]
         longest = max(turn.max_new_tokens for turn, _ in asked)
         made = generate_answers(self.model, prompts, end, longest, self.temperature, self.seed)
@@ -89,9 +84,9 @@ async def play_episodes(
     ports: EnvironmentPorts,
     places: int | None = None,
 ) -> list[bool]:
-    """Play one episode of each prompt, of at most `longest` tokens; return whether each episode ended correctly.
+    """Play one episode of at most `longest` tokens for each prompt; return whether each episode ended correctly.
 
-    `places` is the largest number of episodes that the environment plays at the same time; None: no limit.
+    `places` is the largest number of episodes that run at the same time; None: no limit.
     """
     found, at_once = list[bool](), places or max(1, len(prompts))
     for some in (prompts[first : first + at_once] for first in range(0, len(prompts), at_once)):

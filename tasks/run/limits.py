@@ -41,7 +41,7 @@ def build_limits(config: RunConfig) -> RolloutLimits:
 
 
 def build_cache_limits(config: RunConfig) -> CacheLimits | None:
-    """Build the limits by which episodes are admitted to the engines' KV caches; None if only slots limit episodes."""
+    """Build the limits by which episodes are admitted to the KV caches; return None if only slots limit episodes."""
     tokens = getattr(config.engine, "kv_tokens", None)
     if config.rollout.admit_by == "slots" or tokens is None:
         return None

@@ -1,12 +1,11 @@
-"""Checks, before a run begins, that the policy can be asked each prompt and that each response can be scored.
+"""Checks, before a run begins, that each prompt fits the policy and that its responses can be scored.
 
     read_files    checks every row of every file: types, emptiness, and a reference that the verifier can score
     fit_files     checks every row as the policy reads it: it is not empty and leaves room for a response
     probe_sources does the same for the first questions of sources that generate them
 
-An error names the line of a wrong row and counts such rows. A row that is too long is an error, too, unless
-`prompts.too_long = "drop"`. With "drop", a row that is too long is removed from the content that the run keeps, so that
-every process has the same rows.
+Errors name the line of a wrong row and the number of such rows. A row that is too long is an error unless
+`prompts.too_long = "drop"`, which removes such rows for every process.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from rollflow.tasks.scorers.reference_process import ReferenceChecker
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
 PROBED = 256  # number of questions that are checked of a prompt source that generates questions
-TELL_SECONDS = 3.0  # seconds between two lines of progress
+TELL_SECONDS = 3.0  # seconds between two progress messages
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
 WORKED = "####"  # marks the final answer of a worked solution in GSM8K and similar data sets
 Rows = Mapping[FileBase, list[PromptRow]]
@@ -75,9 +74,9 @@ def _find_reward(config: RunConfig, source: PromptBase, reference: Mapping[str, 
 
 
 def try_pytest_cases(config: RunConfig, asked: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Start pytest in the sandboxes of the scorers that run pytest files; `asked` has the name of the scorer and the
-    reference of each question. If the run uses another Ray cluster, nothing is tried, because sandboxes run on its
-    nodes.
+    """Start pytest in the sandboxes of scorers that run pytest files; `asked` has pairs of a scorer's name and a
+    reference. Nothing is tried if the run uses another Ray cluster, because the sandboxes run on the nodes of that
+    cluster.
 
     Raises:
         ConfigError: this machine cannot run pytest in the sandboxes of a scorer.
@@ -104,7 +103,7 @@ def list_asked(rows: Rows) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def fit_files(
     config: RunConfig, rows: Rows, tokenizer: PolicyTokenizer, read: Reader, tell: Tell
 ) -> tuple[Reader, list[str]]:
-    """Drop the rows of prompt files that are too long; return a reader of the remaining rows, and notes for the user.
+    """Drop the rows of prompt files that are too long; return a reader of the other rows, and notes for the user.
 
     Raises:
         ConfigError: a prompt is too long, or the policy cannot generate any of the reference answers in a file.
@@ -248,7 +247,7 @@ def _find_family_fault(family: str) -> str | None:
 
 
 def _check_worked(source: FileBase, rows: Sequence[PromptRow], kind: str) -> None:
-    """Reject a file whose references are worked solutions, because responses would be compared with whole solutions."""
+    """Reject a file whose references are worked solutions, because no response equals a whole solution."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise source.refusal(
             f"every answer contains {WORKED!r}, as worked solutions do, and "
@@ -282,7 +281,7 @@ def _find_too_long(
 def _count_tokens(source: FileBase, tokenizer: PolicyTokenizer) -> Callable[[PromptRow], int]:
     """Return a function that counts the tokens of a row's prompt; an error message of the function names the row.
 
-    The function also checks that the chat template does not leave out the first system message of a row.
+    The returned function also checks that the chat template shows the first system message of a row.
     """
     checked = False
 
@@ -307,7 +306,7 @@ def _drop_lines(source: FileBase, content: bytes, dropped: set[int]) -> bytes:
 def _note_unreachable(
     config: RunConfig, source: FileBase, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer
 ) -> list[str]:
-    """Describe the reference answers that no response of the policy can equal, because of length or vocabulary."""
+    """Describe the reference answers that no response can equal, because of their length or vocabulary."""
     most, lost, compared = config.engine.max_new_tokens, list[PromptRow](), 0
     for row in rows:
         reward = _find_reward(config, source, row.reference)
@@ -329,7 +328,7 @@ def _note_unreachable(
 
 
 def _compute_room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:
-    """Return the largest number of tokens that a prompt may have, which leaves room for the response."""
+    """Return the largest number of tokens that a prompt may have if room for the response is left."""
     return tokenizer.context - config.engine.max_new_tokens
 
 

@@ -1,4 +1,4 @@
-"""Records which inputs determine a run's prompts, and checks these inputs whenever a process opens the prompts.
+"""Records which inputs determine the prompts of a run, and checks these inputs whenever a process opens the prompts.
 
     jsonl          the sha256 of the file; a file below `store.keep_prompts_bytes` is also copied into the run's
                    storage, and only the copy is read from then on
@@ -10,9 +10,8 @@
     sokoban        the same as column-sums
     import         the same as column-sums
 
-There is one record, a *pin*, for each prompt source. A pin also records by which attribute held-out questions are
-recognised: by their keys, or in older runs by their texts. The prompt at an index is the same until the run's end, on
-any machine. If a prompt has changed, the run is refused.
+Each prompt source has one record, a *pin*. Pins guarantee that the prompt at an index stays the same during a run, on
+any machine; if a prompt has changed, the run is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ PACKAGE = "reasoning-gym"
 
 
 class PinBase(BaseModel):
-    """The record of one prompt source, by which a later change of the source is detected. `split` is the attribute that
-    decides which questions are held out: "key", or "text" in older runs.
+    """The record of one prompt source, from which a later change of the source is detected. `split` says how held-out
+    questions are recognised: by "key" or, in older runs, by "text".
     """
 
     model_config = ConfigDict(frozen=True)
@@ -67,7 +66,7 @@ class KeptFile(PinBase):
 
 
 class FilePin(KeptFile):
-    """The record of a prompt file in JSON lines, by which a later change of the file is detected."""
+    """The record of a prompt file in JSON lines."""
 
     kind: Literal["jsonl"] = "jsonl"
 
@@ -159,8 +158,7 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
 def _describe_file(config: RunConfig, source: FileBase, read: Reader, split: Split) -> dict[str, Any]:
     """Return the fields of a prompt file's record: the file's path, its hash, and the path of its copy.
 
-    A prompt file that was converted, or from which rows were dropped, differs from the user's file, so a copy is always
-    stored.
+    A copy is always stored if the file was converted, or if rows were dropped.
     """
     content = read(source)
     sha256, differs = hashlib.sha256(content).hexdigest(), isinstance(source, FilePrompts) or source.too_long == "drop"
@@ -186,10 +184,9 @@ def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], re
 
 
 def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
-    """Return a reader of a run's prompt files that returns the files as they were when the run began.
+    """Return a reader of prompt files as they were when the run began.
 
-    The reader raises `ConfigError` if a prompt file without a copy in the run's storage has changed, and `Corrupt` if a
-    copy has changed.
+    The reader raises `ConfigError` if a file without a stored copy has changed, and `Corrupt` if a copy has changed.
     """
 
     def read(source: FileBase) -> bytes:
@@ -206,7 +203,7 @@ def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> R
 
 
 def _find_record(file: FileBase, source: FileBase, pin: Pin) -> KeptFile:
-    """Return the record of a file of a prompt source: its training, held-out or evaluation questions."""
+    """Return the record of one of a prompt source's files: its training, held-out or evaluation questions."""
     record: object = pin
     if isinstance(pin, TablePin) and file != source:
         sets = (pin.evaluation_sets[name] for name, one in source.set_files.items() if one == file)
@@ -236,7 +233,7 @@ def _read_unchanged(source: FileBase, pin: KeptFile) -> bytes:
 
 
 def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
-    """Raise `ConfigError` if packages or user-defined sources no longer generate the questions of the run's start."""
+    """Raise `ConfigError` if packages or user-defined sources generate other questions than when the run began."""
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
             _check_family(source, pin, functools.partial(prompts.sha256, which))

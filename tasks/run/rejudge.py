@@ -1,10 +1,9 @@
-"""Judges stored responses again with the scorers of a config, and compares the new verdicts with the stored verdicts.
+"""Judges stored responses again with the scorers of a config, and compares the new verdicts with the stored ones.
 
     stored batch --rows--> requests, as the run made them --scorers of today--> verdicts --compare--> changes
 
-A request has the sampled tokens of a row, and the reference, the scorer and the messages of the run's pinned prompt, as
-`SingleTurn` passes them; adaptive deadlines of test cases are at their maximum. A verdict has changed if the reward,
-the outcome or the reward of a token differs. Nothing is written to the run.
+Each response is sent to its scorer as in the run, except that deadlines of test cases are at their maximum. A verdict
+has changed if the reward, the outcome or the reward of a token has changed. Nothing is written to the run.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Rejudged:
     @property
     def has_changed(self) -> bool:
         """True if the new verdict differs from the stored verdict in its reward, its outcome or the rewards of tokens.
-        Rewards are compared as float32, because a stored batch has rewards in float32.
+        Rewards are compared as float32, the type in which batches store rewards.
         """
         before = self.stored.trajectory
         same = before.outcome in (None, self.score.outcome) and self._has_same_tokens
@@ -93,8 +92,8 @@ class Rejudged:
 
     @property
     def is_flip(self) -> bool:
-        """True if the same version of the scorer gave another verdict, so the scorer is not deterministic. A response
-        that the scorer could not judge during the run has no earlier verdict.
+        """True if the same version of the scorer gave another verdict, so that the scorer is not deterministic. A
+        response that could not be judged during the run has no earlier verdict.
         """
         before = self.stored.trajectory
         was_judged = before.outcome is not Outcome.UNJUDGED
@@ -103,8 +102,8 @@ class Rejudged:
 
 @dataclass(slots=True)
 class DomainVerdicts:
-    """Counts of one domain. The verdicts of one prompt domain; the sums of rewards include only the responses that
-    could be judged again.
+    """The old and new verdicts of one prompt domain. Sums of rewards include only the responses that could be judged
+    again.
     """
 
     responses: int = 0
@@ -226,7 +225,7 @@ class Rejudging:
             await scorer.close()
 
     def read_verdicts(self, version: int) -> list[StoredVerdict]:
-        """Return the stored verdicts on the batch that policy version `version` was trained on.
+        """Return the stored verdicts of the batch that policy version `version` was trained on.
 
         Raises:
             Corrupt: the batch is damaged, or its responses do not belong to the run's prompts.
@@ -256,7 +255,7 @@ class Rejudging:
         ]
         for place, (one, tokens) in enumerate(zip(group.trajectories, responses, strict=True)):
             if one.left_out:
-                continue  # no scorer could judge the response, so there is no verdict to repeat
+                continue  # an unjudged response has no verdict that could be repeated
             peers = responses[:place] + responses[place + 1 :] if compares else ()
             request = ScoreRequest(tokens, prompt.reference, prompt.scorer, prompt.messages, peers, adapts=False)
             yield StoredVerdict(version, group.key, group.domain, one, request)

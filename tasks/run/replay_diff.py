@@ -1,14 +1,12 @@
-"""Measures how much a policy version that was trained again (replayed) differs from the published version.
+"""Measures how much a replayed policy version (a version that was trained again) differs from the published version.
 
-Rounding errors are small relative to the change that a train step makes to the weights, at any learning rate. AdamW can
-enlarge the rounding errors of single weights whose gradients are nearly zero. All tensors of one kind, such as the
-weights in float32, are compared together by their L2 norms.
+Tensors of one kind, such as all float32 weights, are compared together by L2 norms, because AdamW can enlarge the
+rounding errors of single weights.
 
     |replayed - published| <= share * |published - parent|
 
-A single element hardly counts in a norm, so elements have a bound of their own. Beyond the rounding step of its type,
-an element may differ by at most twice the train step's largest change of any element of the same kind. A NaN or an
-infinity has no distance: both versions must hold the same value, or the two versions count as far apart.
+Single elements have a bound of their own, because one element hardly changes a norm. A NaN or an infinity must be equal
+in both versions.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
 from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
 
-# largest accepted norm of the difference between replayed and published tensors, as a share of the norm of the train
-# step's change
+# largest accepted L2 norm of the difference between replayed and published tensors, as a share of the norm of the train
+# step
 SHARE = 0.1
-# largest accepted share of that norm for weights in bfloat16 and float16, whose changes in one step are mostly rounding
+# the same share for weights in bfloat16 and float16, whose changes in one step are mostly rounding
 SHORT = 0.5
 ALIKE = 2.0**-23  # relative rounding step of float32; a difference of this size is always accepted
 STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # data type -> relative rounding step
-# largest accepted difference of an element, as a multiple of the largest change of an element in the train step
+# largest accepted difference of an element, as a multiple of the step's largest change of an element
 TURNED = 2.0
 
 
@@ -81,7 +79,7 @@ FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # the distan
 
 
 def measure_distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
-    """Return the distance over all replayed files that differ from the published files; raise `Corrupt` if one is
+    """Return the distance over all replayed files that differ from the published files; raise `Corrupt` if a file is
     missing."""
     version, found = replayed.version, ReplayDistance()
     made, published = list_files(learner, state=bool(version.state)), _by_name(version)
@@ -97,7 +95,7 @@ def measure_distance(policies: PolicyStore, learner: Learner, replayed: Replayed
 def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> ReplayDistance:
     """Return the distance between two safetensors files of the same name.
 
-    A tensor that is not in the parent version's file counts as zero, because the optimizer's moments start at zero.
+    A tensor that is missing in the parent version counts as zero, because the optimizer's moments start at zero.
     """
     ours, theirs = (dict(tensors_of([(name, data)])) for data in (made, published))
     before = dict(tensors_of([(name, parent)])) if parent is not None else {}

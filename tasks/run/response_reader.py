@@ -1,4 +1,4 @@
-"""Decodes stored responses to the texts that their scorers have read."""
+"""Decodes stored responses to the texts that their scorers read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rollflow.tasks.run.context import RunContext
 
 @dataclass
 class ResponseReader:
-    """Reads the responses of a run. The run's prompts are opened only if its scorers read different texts."""
+    """Reads the responses of a run. The prompts of a run are opened only if its scorers need different texts of a
+    response."""
 
     context: RunContext
 

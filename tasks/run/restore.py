@@ -1,16 +1,12 @@
-"""Restores a learner from storage, exactly to its state after it had published a policy version.
+"""Restores a learner from storage, exactly to its state after it published a policy version.
 
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
-If a version's state was not stored, or a version's objects are damaged, the version is trained again from an earlier
-version and the batches after that version. The result is compared with the published version. A file of the result
-replaces a damaged object if their hashes are equal.
+If the state of a version is missing or damaged, the learner loads an earlier version and repeats the train steps after
+it. Each replayed version is compared with the published version, and damaged objects are restored if the hashes are
+equal.
 
-Objects are verified first, and remote objects are fetched. The learner then memory-maps one file after the other, so
-that memory contains the learner and at most one file.
-
-This module imports no torch, so that a process that only starts the learner's actor, or prints a replay, need not
-wait for the import of torch.
+Files are memory-mapped one after the other, so that memory contains the learner and at most one file.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ from rollflow.tasks.runtime.node import node_cache
 @dataclass(frozen=True, slots=True)
 class ReplayedVersion:
     """A policy version that was trained again (replayed) from its stored batch. `differences` lists the files that
-    differ from the published files of the policy version."""
+    differ from the published files."""
 
     version: PolicyVersion
     batch: BatchCommitted
@@ -88,9 +84,9 @@ def new_learner(
 ) -> Learner:
     """Build the run's learner before its first train step, with the current config.
 
-    The new learner gets the policy weights in `folder`. Without a folder, the new learner has untrained weights or, if
-    `blank` is true, uninitialized weights for `restore` to load. `ranks` says on which GPUs or nodes the learner's
-    ranks run. `count` replaces the number of training ranks in the config.
+    `folder` contains the policy weights; without a folder, the weights are untrained. With `blank`, the weights are
+    uninitialized, so that `restore` can load them. `ranks` specifies the GPUs or nodes of the training ranks. `count`
+    replaces the number of training ranks in the config.
     """
     config = context.config
 
@@ -117,7 +113,8 @@ def start_of(context: RunContext, folder: Path | None = None, config: RunConfig 
         longest=config.engine.max_new_tokens,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
-        first=partial(getattr, context, "first_weights"),  # the folder is complete once a policy version can be loaded
+        # called only after a policy version was published, when the folder is complete
+        first=partial(getattr, context, "first_weights"),
     )
 
 
@@ -130,10 +127,10 @@ def restore(
     heal: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> RestoredVersion:
-    """Bring `learner` to its state after policy version `version`; if `heal` is true, also restore damaged objects.
+    """Bring `learner` to its state after policy version `version`; with `heal`, also restore damaged objects.
 
-    If the weights of a replayed policy version differ from the published weights, the published weights are used, and
-    the field `differed` of the result lists the version.
+    If replayed weights differ from the published weights, the published weights are used, and `differed` lists the
+    version.
 
     Raises:
         Corrupt: the policy version can neither be read from storage nor trained again.
@@ -154,7 +151,7 @@ def restore(
 
 
 def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> ReplayedVersion:
-    """Repeat the recorded train step to policy version `number` (>= 1); `learner` must be at the version before.
+    """Repeat the train step to policy version `number` (>= 1); `learner` must be at the previous version.
 
     Raises:
         Corrupt: the stored batch of the policy version is damaged or missing.
@@ -176,9 +173,9 @@ def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
 
 
 def list_files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
-    """Return the files that this learner stores for a policy version, as a map from name to content.
+    """Return the files that the learner stores for a policy version, as a map from name to content.
 
-    A learner that is sharded across ranks gathers the content of a file when the file's name is looked up.
+    A sharded learner gathers the content of a file only when the file's name is looked up.
     """
     weights, rest = learner.weights(), learner.state() if state else {}
     return GatheredFiles([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
@@ -234,7 +231,7 @@ def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[t
 def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVersion) -> None:
     """Load the published weights together with the optimizer state of the replay.
 
-    The published weights are used because the run's log decides which weights a policy version has.
+    Published weights have priority, because the log decides which weights a policy version has.
     """
     with _local(policies, version.weights) as (weights, damaged):
         if damaged:
@@ -247,7 +244,7 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
 
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:
-    """Store damaged objects again that the replay reproduced byte for byte; return the paths of these objects."""
+    """Restore damaged objects that the replay reproduced byte for byte; return the paths of these objects."""
     made = list_files(learner)
     healed = []
     for stored in damaged:

@@ -91,10 +91,10 @@ def read_models(config: RunConfig) -> dict[str, Data]:
 
 
 def local_copies(context: RunContext, config: RunConfig | None = None) -> Callable[[str], ModelCopies | None]:
-    """Return a function from the config section of a reward model to the run's reward model, loaded in this process.
+    """Return a function that returns, for the config section of a reward model, the model loaded in this process.
 
-    `config` is the config of the scorers, by default that of the run. The function returns None for a reward model that
-    the run has not stored; such a model is read from the folder in the config.
+    `config` is the config of the scorers; the default is the config of the run. For a reward model that the run has not
+    stored, the function returns None.
     """
     models = list_models(config or context.config)
 
@@ -110,8 +110,7 @@ def local_copies(context: RunContext, config: RunConfig | None = None) -> Callab
 def load_model(context: RunContext, section: str = "reward", reward: ModelReward | None = None) -> Classifier:
     """Load a reward model from the run's storage, and check its files against the hashes in the log.
 
-    `section` names the reward model's config section, and `reward` is the parsed section, by default from the run's
-    config.
+    `section` names the config section of the model, and `reward` is the parsed section.
 
     Raises:
         Corrupt: a file of the reward model was altered since the start of the run.

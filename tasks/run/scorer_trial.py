@@ -33,7 +33,7 @@ SEEN, TRIED = 64, 3
 def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
     """Let each user-defined scorer score the right answers to its first questions; return notes for the user.
 
-    An environment may give a scorer other reference answers, so the scorers of an environment are not tried.
+    The scorers of an environment are not tried, because an environment may change the reference answers.
 
     Raises:
         ConfigError: a scorer fails on every answer, and the message says how; or a scorer gives values to tokens, and
@@ -46,7 +46,7 @@ def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTok
     for name, section, reward in own:
         asked = [(prompt, question.answer) for prompt, question in found if prompt.scorer == name and question.answer]
         if asked:
-            # a thread of its own, because the caller may be in an event loop
+            # The scorers run in a separate thread, because the caller may be in an event loop.
             with ThreadPoolExecutor(1) as pool, _silence():
                 scores = pool.submit(asyncio.run, _score(section, reward, asked[:TRIED], tokenizer)).result()
             notes += _describe_failures(section, reward, asked[0][0], scores)
@@ -56,8 +56,8 @@ def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTok
 
 
 def _list_tried(name: str, reward: RewardConfig) -> list[tuple[str, RewardConfig]]:
-    """Return the scorers to try, with their config sections: the whole scorer, or only its user-defined parts if
-    another part is a judge or a reward model.
+    """Return the scorers to try, with their config sections: a whole scorer, or only its user-defined parts if another
+    part is a judge or a reward model.
     """
     section = name_section(name)
     if isinstance(reward, CompositeReward) and reward.is_mixed:

@@ -20,7 +20,7 @@ def list_versions(config: RunConfig) -> list[ScorerRecord]:
 
 
 def list_changed_scorers(context: RunContext) -> list[str]:
-    """Return a sentence for each scorer that has changed since the run last used the scorer."""
+    """Return a sentence for each scorer that has changed since the run last used it."""
     used = read_scorers(context.store)
     return [change for now in list_versions(context.config) if (change := find_change(used, now))]
 

@@ -25,7 +25,7 @@ from rollflow.tasks.scorers.config import ImportReward, split_scorers
 
 
 def check_own_parts(config: RunConfig) -> None:
-    """Import and build the user-defined parts of a config; the parts that come with rollflow need no check.
+    """Import and build the user-defined parts of a config.
 
     Raises:
         ConfigError: a user-defined part cannot be imported or built; the message says what the user must change.
@@ -50,8 +50,8 @@ def check_own_parts(config: RunConfig) -> None:
 def own_code(config: RunConfig) -> dict[str, str]:
     """Map the config section of each user-defined part to the SHA-256 of the part's source file.
 
-    Modules that the source file imports are not part of the hash. An environment in worker processes is not imported;
-    its section is left out if its file is not found.
+    Modules that the source file imports are not part of the hash. An environment in worker processes is not imported,
+    and is left out if its file is not found.
     """
     sections = {"train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
@@ -79,7 +79,7 @@ def describe_changed_code(config: RunConfig, before: Mapping[str, str]) -> list[
 
 
 def _check_source(source: ImportPrompts, config: RunConfig) -> None:
-    """Check that a user-defined prompt source asks the same questions when opened again, as each process opens it."""
+    """Check that a user-defined prompt source asks the same questions each time it is opened."""
 
     def asked() -> str:
         return RunPrompts([source], config.seed, config.evaluation.prompts, None, 0, read_file).sha256(0)

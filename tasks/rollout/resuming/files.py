@@ -27,7 +27,8 @@ class TurnFiles(TurnFolder):
     def open_journal(self, settings: RolloutConfig, state: RunState, *, has_turns: bool = True) -> TurnJournal:
         """Create the journal of a scheduler that starts from `state`, with the stored turns of unfinished groups.
 
-        All other files of turns are deleted. If `settings` turn off durable turns, or if episodes have a single turn, all files are deleted.
+        All other files of turns are deleted. If `settings` turn off durable turns, or if episodes have a single turn,
+        all files are deleted.
         """
         is_on = has_turns and settings.durable_turns != "off"
         stored = {path: self._read_running(path, state) for path in sorted(self._store.list(FOLDER))}

@@ -1,10 +1,9 @@
-"""Plays the demonstrations of a cold start as episodes, so that their tokens equal those of the run's episodes.
+"""Plays the demonstrations of a cold start as episodes, so that their tokens equal the tokens of the run's episodes.
 
     turns of a demonstration --> PlayedEpisode --> trajectory --> the tokens that the policy is trained on
 
-What the policy says in each turn, and what the environment adds, is given by the source of the question. The same
-classes as in an episode turn both into tokens. With the environment `tools`, the same function as in an episode also
-writes the schemas of the tools into the prompt, and the results as the policy reads them.
+The prompt source gives the text of each turn and each reply; the code that plays episodes turns these texts into
+tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def open_pool(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer
 
 
 class DemonstratedEpisodes:
-    """Turns a question with its example answer into demonstrations. See the module's docstring."""
+    """Turns a question with its example answer into demonstrations."""
 
     def __init__(self, config: RunConfig, tokenizer: PolicyTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -89,7 +88,7 @@ class DemonstratedEpisodes:
         return [Demonstration([*one.tokens[:given]], [*one.tokens[given:]], [*one.loss_mask[given:]]) for one in played]
 
     def _say(self, asked: Turn, turn: DemonstratedTurn) -> VersionedGeneration | None:
-        """Return the demonstrated answer of a turn, up to a stop string; None if it is longer than the turn may be."""
+        """Return the demonstrated answer of a turn, up to a stop string; None if the answer is longer than allowed."""
         tokenizer = self._tokenizer
         tokens = [*tokenizer.encode_response(turn.said), *tokenizer.stop_tokens[: int(turn.ends)]]
         tokens = tokens[: StopWatch(asked.stop, tokenizer.decode).find_end(tokens)]
@@ -99,7 +98,7 @@ class DemonstratedEpisodes:
         return VersionedGeneration(Generation("", span, StopReason.STOP), 0)
 
     def _give_results(self, turns: Sequence[DemonstratedTurn]) -> Environment:
-        """Return the environment `tools`, whose tools return the replies of a demonstration."""
+        """Build an environment `tools` whose tools return the replies of a demonstration."""
         assert self._tools is not None
         most = self._tools.result_characters
         texts = [[reply["content"] for reply in turn.replies] for turn in turns]
@@ -121,7 +120,7 @@ class _GivenReplies(Environment):
 
 @dataclass
 class _GivenResults(Environment):
-    """The environment `tools`, which returns given results instead of running tools."""
+    """The environment `tools` with given results; no tool is run."""
 
     schemas: Sequence[Mapping[str, Any]]
     results: Sequence[Sequence[str]]  # of each turn
