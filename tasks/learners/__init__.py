@@ -1,9 +1,8 @@
 """A learner trains the policy: it turns a batch of trajectories into the next version of the policy's weights. The
 module `base` defines the interface of all learners.
 
-`build_learner` chooses the learner class from the configuration, and imports only that learner's module. Imports take
-most of a learner's start-up time. A run whose learner process died must wait until the new learner has started. This
-module does not import torch, so that a process that only starts the learner's Ray actor does not import torch either.
+`build_learner` imports only the module of the configured learner, because imports take most of the start-up time. This
+module does not import torch, so that a process that only starts the learner's Ray actor starts fast.
 """
 
 from __future__ import annotations

@@ -1,25 +1,21 @@
-"""The interface of a learner, which trains the policy: it turns a batch of trajectories into the next policy version.
+"""The interface of a learner, which trains the policy: it turns a batch of trajectories into the next policy
+version.
 
 A train step depends only on the learner's state and the batch. The same state and batch give bit-identical weights on
-the same kind of machine, so that any train step can be replayed. NaN and infinity never reach the weights. If a batch,
-a loss or a gradient contains a NaN or an infinity, `step` raises `NotFinite` before the optimizer step. A policy
-version may take several optimizer steps. If an error occurs between two optimizer steps, `load` restores the state
-before the first step.
+the same kind of machine, so any train step can be replayed. NaN and infinity never reach the weights. If a batch, a
+loss or a gradient contains a NaN or an infinity, `step` raises `NotFinite` before the optimizer step. A policy version
+may take several optimizer steps; after an error between two of them, `load` restores the earlier state.
 
-The learner's state contains everything that `load` needs to continue training with bit-identical results. The state
-includes the optimizer's state, the states of random generators, and the step count. The learner's weights are ordinary
-Hugging Face safetensors files, in which tied tensors are stored once. Names of weight files begin with `weights/`, and
-names of state files do not.
+The learner's state contains everything that `load` needs to continue training with bit-identical results. The learner's
+weights are ordinary Hugging Face safetensors files, in which tied tensors are stored once. Names of weight files begin
+with `weights/`, and names of state files do not.
 
-`load` gets a mapping of file names to files, reads one file after the other, and keeps no file in memory. The mapping
-may read each file only when `load` asks for it. If files belong to another kind of learner or to another model, `load`
-raises `Corrupt` with a message of one sentence, and the learner stays unchanged.
+`load` reads one file after the other, and keeps no file in memory. If files belong to another kind of learner or to
+another model, `load` raises `Corrupt`, and the learner stays unchanged.
 
-The content of a weight or state file is given as bytes, or as a sequence of buffers to be joined. The buffers of a
-weight or state file are views of the learner's tensors. The buffers of a file stay valid until the next `load`, or
-until the next `step` calls its argument `settle`. A train step changes no stored tensor before it calls its argument
-`settle`, which waits until the previous policy version is stored. A policy version can be stored while the next policy
-version is computed.
+Stored files are views of the learner's tensors. A file stays valid until the next `load`, or until the next `step`
+calls its argument `settle`. A train step changes no stored tensor before it calls `settle`, which waits until the
+previous policy version is stored. A policy version can be stored while the next policy version is computed.
 
 `tests/contracts/test_learners.py` tests each sentence of this docstring for all kinds of learners.
 """
@@ -43,8 +39,7 @@ WaitForPublish = Callable[[], None]
 
 
 def no_wait() -> None:
-    """Return at once. Pass `no_wait` as the argument `settle` of a train step that need not wait until the previous
-    policy version is stored."""
+    """Return at once. `no_wait` is the default argument `settle` of a train step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,7 @@ class LearnerStart:
     """The values with which a learner starts, in addition to the configuration section `[train]`."""
 
     folder: Path  # the policy's folder, in the format of Hugging Face
-    # If `trained` is True, the learner starts with the folder's weights. If not, only its architecture is used.
+    # True: the learner starts with the weights in the folder; False: only with the folder's architecture
     trained: bool
     blank: bool = False  # True: the weights are uninitialized, and the caller must call `load` first
     dtype: str = "float32"  # data type of the policy's weights: float32 or bfloat16
@@ -66,12 +61,11 @@ class LearnerStart:
 
 
 class Learner(Protocol):
-    """The interface of all learners. A learner trains one policy. The module's docstring lists the guarantees of a
-    learner."""
+    """The interface of all learners. A learner trains one policy."""
 
     @property
     def model(self) -> Any:
-        """The policy as a transformers model in this process. A cold start (supervised training) trains this model
+        """The policy as a transformers model in this process. A cold start (supervised training) trains the model
         before the first `step`."""
 
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:

@@ -14,7 +14,7 @@ STORED = "the learner's stored state depends on this key"
 
 
 class CriticConfig(Section):
-    """Options of the critic, a model that estimates the expected reward at each token. The critic is used only if
+    """Options of the critic, a model that estimates the expected reward at each token. A critic is used only if
     `train.objective.advantage.baseline` is "critic".
     """
 
@@ -40,8 +40,8 @@ class CriticConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """Options of the reference policy, a frozen copy of the policy. A KL penalty measures how far the trained policy
-    has moved from the reference policy. The reference policy is used only if a KL penalty needs it.
+    """Options of the reference policy, a frozen copy of the policy that a KL penalty compares with the trained policy.
+    A reference policy is used only if a KL penalty needs it.
     """
 
     every: int = Field(
@@ -53,8 +53,8 @@ class ReferenceConfig(Section):
 
 
 class Lora(Section):
-    """Options of LoRA, which trains a small adapter beside each linear layer of the policy's decoder. The policy's own
-    weights stay fixed.
+    """Options of LoRA, which trains a small adapter beside each linear layer and keeps the policy's own weights
+    fixed.
     """
 
     rank: int = Field(16, gt=0, description="rank of the two low-rank matrices of each LoRA adapter")
@@ -69,8 +69,8 @@ class Lora(Section):
 
 
 class TrainBase(Section):
-    """Options of training that all kinds of learners share. A learner that always runs in one process
-    declares `ranks: Literal[1]`."""
+    """Options of training that all kinds of learners share. Learners that always run in one process declare `ranks:
+    Literal[1]`."""
 
     fixed: ClassVar[Mapping[str, str]] = {"kind": STORED, "lora": STORED, "master_dtype": STORED}
 
@@ -115,7 +115,7 @@ class TrainBase(Section):
     max_grad_norm: float = Field(
         1.0,
         gt=0,
-        description="largest allowed norm of the gradient; a gradient with a larger norm is scaled down to this norm",
+        description="largest norm of the gradient; a larger gradient is scaled down to this norm",
     )
     master_dtype: Literal["float32", "policy"] = Field(
         "float32",
@@ -130,8 +130,7 @@ class TrainBase(Section):
     )
     share_prompts: bool = Field(
         True,
-        description="whether the forward pass computes a prompt only once for all its responses, where that saves "
-        "work; if false, the prompt is computed again for each response",
+        description="whether the forward pass computes a prompt only once for all its responses, where this saves work",
     )
     checkpoint_activations: bool = Field(
         False,
@@ -165,9 +164,10 @@ class TrainBase(Section):
     )
     not_finite: Literal["stop", "skip"] = Field(
         "stop",
-        description="what happens if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: "
-        "the batch is set aside (quarantined), and training continues on a new batch of other responses to the same "
-        "prompts",
+        description=(
+            "what happens if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: the batch "
+            "is rejected, and training continues on a new batch of other responses to the same prompts"
+        ),
     )
 
     threads: int = Field(1, gt=0, description="number of CPU threads of each learner process")
@@ -185,8 +185,10 @@ class TrainBase(Section):
     rank_seconds: float = Field(
         600.0,
         gt=0,
-        description="seconds for which a learner process (rank) waits for another rank; after this time the missing "
-        "rank is reported, and all ranks end",
+        description=(
+            "number of seconds that a learner process (rank) waits for another rank; after this time the missing rank "
+            "is reported, and all ranks end"
+        ),
     )
 
     @model_validator(mode="before")
@@ -243,7 +245,7 @@ class TorchTrain(TrainBase):
 
 
 class DeepSpeedTrain(TrainBase):
-    # The JSON schema requires `kind` for DeepSpeed, so that a form without `kind` matches only the torch section.
+    # In the JSON schema, DeepSpeed requires `kind`, so that a form without `kind` matches only the torch section.
     model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
     kind: Literal["deepspeed"] = Field(
@@ -301,15 +303,15 @@ class DeepSpeedTrain(TrainBase):
 
 
 def with_ranks(train: TrainConfig, ranks: int) -> TrainConfig:
-    """Return a configuration for the same training by `ranks` processes on one machine. If `ranks` is 1, return a
-    configuration of the torch learner without sharding."""
+    """Return the same training config for `ranks` processes on one machine. If `ranks` is 1, the result is the config
+    of the torch learner without sharding."""
     given = train.model_dump() | {"ranks": ranks, "multi_node": False}
     if ranks > 1:
         return type(train).model_validate(given)
     return TorchTrain.model_validate({name: given[name] for name in TrainBase.model_fields})
 
 
-# Maps each key of DeepSpeed's configuration that the learner sets to the rollflow key that determines its value.
+# Maps each DeepSpeed key that the learner sets to the rollflow key that determines its value.
 OURS = {
     "train_batch_size": "train.ranks",
     "train_micro_batch_size_per_gpu": "train.micro_tokens",
@@ -329,12 +331,12 @@ EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")
 
 
 def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert the configuration of an older recipe or run: its advantage keys become part of the objective."""
+    """Move the advantage keys of an older recipe or run into the section of the objective."""
     old = {name: tree[name] for name in EARLIER if name in tree}
     objective = tree.get("objective", {})
     if not old or not isinstance(objective, Mapping) or not isinstance(old.get("normalize", True), bool):
         return tree
-    # In older configurations, the baseline "none" also meant that advantages are not scaled.
+    # In older configs, the baseline "none" also meant that advantages are not scaled.
     plain = old.get("baseline") == "none"
     advantage = {"baseline": old["baseline"]} if "baseline" in old else {}
     if plain or old.get("normalize") is False:

@@ -1,28 +1,22 @@
-"""Computes diagnostics of the updates of one policy version, for all tokens and separately for tokens of each age
-(staleness).
+"""Computes diagnostics of the updates of one policy version, for all tokens and for tokens of each age (staleness).
 
 In shapes, M is the number of tokens of a micro-batch. All metrics are computed over the tokens that contribute to the
-gradient, and each token counts once. A token's age is the number of the policy version being trained, minus the number
-of the policy version that sampled the token. The age `OLDEST` also includes all higher ages. If a metric covers tokens
-of one age only, the metric's name ends in `_age_<age>`. A metric without `_age_` in its name covers tokens of all ages.
-The importance ratio of a token is pi/mu, the token's probability under the trained policy divided by its probability
-when it was sampled.
+gradient. The age of a token is the policy version being trained, minus the policy version that sampled the token. If a
+metric covers only one age, its name ends in `_age_<age>`; the age `OLDEST` includes all higher ages. The importance
+ratio of a token is pi/mu: its probability under the trained policy, divided by its probability when it was sampled.
 
-- `ratio_mean`, `ratio_max`, `ratio_p1` and `ratio_p99` are the mean, the maximum and two percentiles of the importance
-  ratio. The ratio is 1 for tokens that an exact inference engine sampled from the newest policy version.
-- `effective_samples` is the squared sum of the ratios over the sum of squared ratios, divided by the number of tokens
-  (Kish 1965). `effective_samples` is 1 if all ratios are equal.
-- `clipped_up` and `clipped_down` are the shares of clipped tokens with a positive advantage, and with any other
-  advantage.
-- `corrected` is the share of tokens whose ratio was outside a correction's range, so that the ratio was capped or the
-  token was left out.
-- `kl_behaviour` is KL(mu || pi) in nats, by the estimator r - 1 - log r (k3), where r is the ratio.
+- `ratio_mean`, `ratio_max`, `ratio_p1` and `ratio_p99` are the mean, maximum and two percentiles of the ratio. The
+  ratio is 1 for tokens that an exact inference engine sampled from the newest policy version.
+- `effective_samples` is the effective sample size divided by the number of tokens (Kish 1965); 1 if all ratios are
+  equal.
+- `clipped_up` and `clipped_down` are the shares of clipped tokens with positive advantages, and with other advantages.
+- `corrected` is the share of tokens whose ratio a correction capped, or that a correction left out.
+- `kl_behaviour` is KL(mu || pi) in nats, by the estimator k3 (r - 1 - log r, where r is the ratio).
 - `ratio_distance` is the mean of |log pi/mu| in nats.
-- `engine_gap` is the mean of |log pi/mu| before the first update, on tokens of the newest policy version. `engine_gap`
-  measures how far the learner's log-probs are from the inference engine's log-probs.
+- `engine_gap` is the mean of |log pi/mu| before the first update, on tokens of the newest policy version: the
+  difference between the log-probs of learner and engine.
 - `entropy` is the mean entropy of the policy at each token, if the objective needs the entropy.
-- `kl_reference` is KL(pi || reference) in nats per token by the estimator k3, over tokens of all ages, if there is a
-  reference policy.
+- `kl_reference` is KL(pi || reference) in nats per token, by the estimator k3, if there is a reference policy.
 """
 
 from __future__ import annotations
@@ -42,16 +36,16 @@ COLUMNS = 6  # number of values that `Diagnostics.add` stores for each token
 
 
 class Diagnostics:
-    """Collects values of the tokens that a policy version is trained on, in order to compute the diagnostics.
+    """Collects values of the tokens that a policy version is trained on.
 
-    Collected values stay on the device until the policy version is trained, because reading a value would wait for the
+    The values stay on the device until the policy version is trained, because reading a value would wait for the
     device.
     """
 
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        # For each micro-batch: values of its tokens, divergences, and whether the first update is still to come.
+        # for each micro-batch: values of its tokens, divergences, and True before the first update
         self._added: list[tuple[Tensor, Tensor | None, bool]] = []
         self._found: list[np.ndarray] = []  # token values of each micro-batch, in the order of the calls of `add`
         self._gaps: list[np.ndarray] = []
@@ -72,7 +66,7 @@ class Diagnostics:
         self._added.append((torch.stack([column.double() for column in columns]), divergence_M, not self.updates))
 
     def gather(self, ranks: Ranks) -> None:
-        """Add the token values that the other ranks have collected."""
+        """Add the token values that the other ranks collected."""
         self._read()
         self._found = [part.reshape(COLUMNS, -1) for part in ranks.gather_all(_flatten(self._found))]
         self._gaps = ranks.gather_all(_flatten(self._gaps))
@@ -110,7 +104,7 @@ def _flatten(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _compute_metrics(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
-    """Return the metrics of the given tokens. The name of each metric ends in the suffix `end`."""
+    """Return the metrics of the given tokens. Names of metrics end in the suffix `end`."""
     _, change, up, down, corrected, entropies = found
     ratio = np.exp(change)
     told = {

@@ -1,5 +1,4 @@
-"""Returns freed memory to the operating system. Without this module, the C library would keep the memory while weights
-are published."""
+"""Returns freed memory to the operating system, because the C library would keep it while weights are published."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ MANY = 2**28  # smallest size of the weights, in bytes, for which returning free
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:
-    """Return freed memory to the operating system if the model's weights are large. After freed memory was returned,
-    the next train step has some additional page faults."""
+    """Return freed memory to the operating system if the model's weights are large. After memory was returned, the next
+    train step has some additional page faults."""
     if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()
 
@@ -37,7 +36,7 @@ def _trim() -> Any:
 def given_back(shape: torch.Size, kind: torch.dtype) -> Tensor:
     """Return a new tensor whose memory goes back to the operating system as soon as the tensor is freed.
 
-    The C library would keep much of the memory of an ordinary tensor after the tensor is freed.
+    The C library would keep much of the memory of an ordinary tensor.
     """
     if not shape.numel():
         return torch.empty(shape, dtype=kind)

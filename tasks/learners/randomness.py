@@ -1,9 +1,8 @@
 """Sets random generators and torch's deterministic algorithms, so that a learner's results can be reproduced.
 
-On a single CPU thread, torch's results are bit-identical with and without the option `deterministic`. On a GPU, torch
-may add up numbers in a different order each time, for example in `index_add` and in the gradients of embeddings and
-attention. If the option `deterministic` is set, torch uses only algorithms that add in a fixed order, and raises an
-error if an operation has no such algorithm.
+On a single CPU thread, results of torch are always bit-identical. A GPU may add up numbers in a different order each
+time, unless `deterministic` is set. With `deterministic`, torch uses only algorithms that add in a fixed order, and
+raises an error if an operation has none.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
 
 
 def begin_process(config: TrainBase, seed: int) -> None:
-    """Set the number of threads, the random seed and the torch algorithms of this process, before the process uses a
-    device."""
+    """Set the threads, the random seed and the algorithms of torch; call this before the process uses a device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(config.deterministic)
@@ -31,8 +29,8 @@ def begin_process(config: TrainBase, seed: int) -> None:
 
 
 def random_state(config: TrainBase, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of the CPU's random generator. On a GPU with `deterministic` set, also return the state of the
-    GPU's generator."""
+    """Return the state of the CPU's random generator, and with `deterministic` also the state of the GPU's
+    generator."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":
         found[DEVICE_RNG] = torch.cuda.get_rng_state(device)
@@ -40,14 +38,14 @@ def random_state(config: TrainBase, device: torch.device) -> dict[str, Tensor]:
 
 
 def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return placeholders of the random generator states that `saved` should contain: a tensor of the right shape for
-    each name."""
+    """Return placeholders of the generator states that `saved` should contain, by name."""
     found = {RNG: torch.get_rng_state()}
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 
 
 def take_random(drawn: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the random generators to the states in `drawn`. On a machine without a GPU, skip the GPU's generator."""
+    """Set the random generators to the states in `drawn`. Without a GPU, the state of the GPU's generator is
+    ignored."""
     torch.set_rng_state(drawn[RNG])
     if DEVICE_RNG in drawn and device.type == "cuda":
         torch.cuda.set_rng_state(drawn[DEVICE_RNG], device)

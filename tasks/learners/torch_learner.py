@@ -2,10 +2,9 @@
 
     batch --> values known before the first update (`PreUpdate`) --> (update of the policy, update of the critic)*
 
-A policy version takes `minibatches` updates, each on a share of the groups of responses. A minibatch's gradient is
-summed over micro-batches of padded rows. The weights of token losses are computed over the whole minibatch, so
-splitting a minibatch into micro-batches changes only rounding. Rows with advantage zero have a gradient of exactly zero
-and are skipped, unless the objective needs every row.
+A policy version takes `minibatches` updates, each on a share of the groups of responses. Token weights are computed
+over the whole minibatch, so splitting it into micro-batches changes only rounding. Rows with advantage zero have
+gradient zero and are skipped, unless the objective needs every row.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ KL_WEIGHT = "kl_weight"  # name of the KL penalty's adapted weight in the learne
 def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
     """Load a causal language model from a Hugging Face folder, with or without its weights.
 
-    If `trained` is set, the folder's weights are loaded. If `trained` is not set, new weights are initialized. If
-    `blank` is set, the weights stay uninitialized, and most of their memory is allocated only when the weights are
-    written. `attention` is the value of the option `train.attention`.
+    Without `trained`, the weights are initialized at random. With `blank`, the weights stay uninitialized, so that
+    little memory is allocated before they are loaded. `attention` is the value of the option `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -80,7 +78,7 @@ def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
 
 
 class TorchLearner(TrainedModels):
-    """A `Learner` on one device. See the module's docstring."""
+    """A `Learner` on one device."""
 
     updates: type[Updates] = Updates
     can_shard = sharded = False
@@ -91,7 +89,7 @@ class TorchLearner(TrainedModels):
 
     @classmethod
     def create(cls, config: TrainBase, start: LearnerStart) -> Self:
-        """Create a learner: prepare this process, and load the model."""
+        """Prepare this process, load the model, and create a learner."""
         begin_process(config, start.seed)
         return cls(
             load_model(start.folder, start.dtype, trained=start.trained, blank=start.blank, attention=config.attention),
@@ -128,8 +126,8 @@ class TorchLearner(TrainedModels):
         return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.take_metrics()}
 
     def _minibatches(self, data: BatchRows) -> list[list[int]]:
-        """Divide the batch into minibatches: return the rows of each minibatch. All responses to a prompt stay in one
-        minibatch. The prompts are assigned to the minibatches in turn."""
+        """Divide the batch into minibatches; return the rows of each minibatch. All responses to a prompt are in one
+        minibatch."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 
@@ -185,9 +183,9 @@ class TorchLearner(TrainedModels):
             role.check(shapes_of(_of_stem(stem, state)))
 
     def take(self, weights: Files, state: Files) -> None:
-        """Load files that the method `check` has accepted; keep no file in memory.
+        """Load files that `check` has accepted, one file after the other.
 
-        Files whose names begin with the same prefix must come one after the other.
+        Files with the same prefix must follow each other.
         """
         drawn: dict[str, Tensor] = {}
         self.policy.take(tensors_of(weights))
@@ -201,10 +199,8 @@ class TorchLearner(TrainedModels):
         take_random(drawn, self.device)  # last, because reading a model may draw random numbers
 
     def _take_own_state(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Restore the weight of the KL penalty from the tensors `saved`, and put the states of random generators into
-        `drawn`.
-
-        Yield all other tensors of `saved`, which belong to the policy.
+        """Restore the weight of the KL penalty from `saved`, and put the states of random generators into `drawn`;
+        yield all other tensors.
         """
         for name, tensor in saved:
             if name in (RNG, DEVICE_RNG):
@@ -213,17 +209,15 @@ class TorchLearner(TrainedModels):
                 self.kl_weight = float(tensor)
             else:
                 yield name, tensor
-            del tensor  # free the file's memory before the next file is read
+            del tensor  # free the memory of the file before the next file is read
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
-        """Return the models with a state of their own (critic and reference policy), each with the prefix of its file
-        names."""
+        """Return the models with a state of their own, each with the prefix of its file names."""
         found = (CRITIC, self.critic), (REFERENCE, self.reference)
         return [(stem, role) for stem, role in found if role is not None]
 
     def _weight_of_kl(self) -> dict[str, Tensor]:
-        """Return the current weight of the KL penalty as a tensor to store; an empty mapping if the weight is not
-        adapted."""
+        """Return the adapted weight of the KL penalty as a tensor to store; return nothing if the weight is fixed."""
         adapts = self.penalties.kl_target is not None
         return {KL_WEIGHT: torch.tensor(self.kl_weight, dtype=torch.float64)} if adapts else {}
 

@@ -1,8 +1,8 @@
-"""Computes the updates that turn one policy version into the next. Each update takes an optimizer step of the policy on
-a minibatch, then an optimizer step of the critic if there is one.
+"""Computes the updates that turn one policy version into the next. An update is an optimizer step of the policy on a
+minibatch, and a step of the critic if there is one.
 
-In shapes, R is the number of rows, B the number of tokens with loss mask 1 in the batch, M the number of such tokens in
-a part of a micro-batch, N the number of tokens in a micro-batch that have a loss, and H the hidden size.
+In shapes, R is the number of rows, B the number of tokens with loss mask 1 in the batch, M their number in a part of a
+micro-batch, N the number of tokens with a loss in a micro-batch, and H the hidden size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LossOf = Callable[[Tensor], Tensor]  # returns the loss of tokens, given the hid
 
 
 class Updates:
-    """The updates that train one policy version. The attribute `seen` collects diagnostics over all updates."""
+    """The updates that train one policy version. `seen` collects diagnostics over all updates."""
 
     def __init__(
         self, roles: TrainedModels, data: BatchRows, before: PreUpdate, version: int, settle: WaitForPublish
@@ -41,8 +41,7 @@ class Updates:
         self.settle = settle
 
     def take_step(self, part: list[int]) -> dict[str, float]:
-        """Take one optimizer step of the policy on the rows of one minibatch, and one optimizer step of the critic if
-        there is a critic."""
+        """Take one optimizer step of the policy, and of the critic if there is one, on the rows of a minibatch."""
         return self._update(part) | self._update_critic(part)
 
     def _update(self, part: list[int]) -> dict[str, float]:
@@ -66,7 +65,7 @@ class Updates:
         return found
 
     def observe(self, part: list[int]) -> ObservationLoss | None:
-        """Return the loss of the environment's tokens in a minibatch; None if these tokens are not trained on."""
+        """Return the loss of the environment's tokens in a minibatch, or None if they are not trained on."""
         if self.data.observed is None:
             return None
         return ObservationLoss(self.roles.config.objective, self.token_logprobs, self.data, part, self.device)
@@ -77,15 +76,14 @@ class Updates:
         return self.roles.select_rows(part, counts_R if observed is None else counts_R | (observed.counts > 0))
 
     def drop_idle(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches. If only the environment's tokens of a row are trained on, leave out the row's
-        sampled tokens."""
+        """Yield the micro-batches, without the sampled tokens of rows in which only the environment's tokens are
+        trained on."""
         idle = self.data.observed is not None and not self.roles.objective.every_row
         for micro in micros:
             yield micro.keep_rows(torch.from_numpy(self.before.signal_R)) if idle else micro
 
     def weights_of(self, part: list[int]) -> Tensor:
-        """Return for each row of the batch the weight of its tokens in the minibatch's loss; zero for rows of other
-        minibatches."""
+        """Return the weight of each row's tokens in the minibatch's loss; zero for rows of other minibatches."""
         weight_R = torch.zeros(len(self.data.rewards))
         tokens_R = torch.from_numpy(self.data.masked_tokens[part])
         episodes_R = None if self.data.episodes is None else torch.from_numpy(self.data.episodes[part])
@@ -104,10 +102,10 @@ class Updates:
     def _list_losses(
         self, micro: MicroBatch, weight_R: Tensor, observation: ObservationLoss | None
     ) -> list[tuple[slice, LossOf]]:
-        """Return the parts of a micro-batch's loss, each with the slice of the hidden states that it is computed from.
+        """Return the parts of a micro-batch's loss, each with the slice of its hidden states.
 
-        If the vocabulary is large, a part is computed from some tokens only. Tokens of the environment are separate
-        parts, after the M tokens with loss mask 1.
+        With a large vocabulary, each part has only some of the tokens. Tokens of the environment are separate parts,
+        after the M tokens with loss mask 1.
         """
         observed, found = micro.observed, list[tuple[slice, LossOf]]()
         if len(micro.targets) or observed is None or not len(observed.targets):
@@ -123,9 +121,8 @@ class Updates:
     def _backward(self, micro: MicroBatch, losses: list[tuple[slice, LossOf]]) -> Tensor:
         """Add the gradient of a micro-batch's loss to the policy's gradients, and return the loss in float64.
 
-        If the loss has several parts, the output head and the loss run forward and backward for one part at a time, so
-        that memory holds only the logits of one part. After the backward passes of the output head, the decoder runs
-        backward for all tokens of the micro-batch.
+        The output head and the loss run forward and backward for one part at a time, so that memory holds the logits of
+        one part. The decoder runs backward last, for all tokens.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.predicting
         hidden_NH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))
@@ -134,7 +131,7 @@ class Updates:
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach().double()
         if self.device.type == "cpu":
-            give_back_all()  # free the previous micro-batch's memory before logits are computed
+            give_back_all()  # free the memory of the previous micro-batch before logits are computed
         given, total = hidden_NH.detach(), torch.zeros((), dtype=torch.float64, device=self.device)
         leaves = [given[some].requires_grad_() for some, _ in losses]
         for (_, loss_of), leaf in zip(losses, leaves, strict=True):
@@ -159,8 +156,7 @@ class Updates:
         return found
 
     def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
-        """Return the objective's inputs for the given tokens of a micro-batch. `hidden_MH` are the hidden states that
-        predict these tokens."""
+        """Return the inputs of the objective for the given tokens, which `hidden_MH` predicts."""
         roles, before, among = self.roles, self.before, micro.among[some]
         logp_M, entropy_M = self.token_logprobs.of(
             hidden_MH,

@@ -1,6 +1,7 @@
 """The cache queue: a request queue that admits an episode only if its tokens fit into the KV cache of an engine.
 
-- An admitted episode has a *claim*: its tokens count as stored in the KV cache of one engine, and its turns run on this engine.
+- An admitted episode has a *claim*: its tokens count as stored in the KV cache of one engine, and its turns run on this
+  engine.
 - Turns of episodes with a claim run before turns of other episodes.
 - An episode keeps its claim while its environment works. If the cache becomes too small, the waiting episode with the
   fewest tokens loses its claim first, because its tokens cost least to compute again.

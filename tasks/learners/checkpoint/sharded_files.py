@@ -1,5 +1,5 @@
-"""Checkpoint files of a sharded learner. The shards of a file are gathered from the ranks only when the file is read,
-so that few files are in memory at the same time.
+"""Checkpoint files of a sharded learner. The shards of a file are gathered only when the file is read, so that few
+files are in memory at the same time.
 
 `stage_files` lets several ranks gather and store checkpoint files at the same time.
 """
@@ -16,14 +16,14 @@ from rollflow.storage.records import StoredObject
 
 
 class GatheredFiles(Mapping[str, Data]):
-    """A mapping of file names to files of a sharded learner. A file is gathered from the ranks each time it is read,
-    and is not kept in memory. A gathered file is valid until one of its tensors changes."""
+    """A mapping of file names to files of a sharded learner. A file is gathered from the ranks each time it is read. A
+    gathered file is valid until one of its tensors changes."""
 
     def __init__(
         self, names: Iterable[str], gather: Callable[[str], Data], put: Put | None = None, movers: int = 1
     ) -> None:
-        """Set the files' names. The function `put` makes a rank store a file; `movers` is the number of files that are
-        stored at the same time."""
+        """Set the names of the files. `put` makes a rank store a file; `movers` is the number of files that are stored
+        at the same time."""
         self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
         self.put, self.movers = put, movers
 

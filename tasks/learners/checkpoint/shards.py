@@ -1,12 +1,9 @@
-"""Writes and reads safetensors files. A file is written as a header and views of the tensors, so that publishing
-weights copies no tensor.
+"""Writes and reads safetensors files. A file consists of a header and views of the tensors, so that publishing weights
+copies no tensor.
 
-A safetensors file holds at most `shard_bytes` bytes of tensors. A tensor larger than `shard_bytes` bytes gets a file of
-its own. File names are those of Hugging Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
-the index `model.safetensors.index.json`. Equal tensors give byte-identical files. The contents of a file are views of
-the tensors on the CPU, so they are valid only until a tensor changes.
-
-Safetensors files are read one after the other, and no file stays in memory after it was read.
+A file has at most `shard_bytes` bytes of tensors, but a larger tensor gets a file of its own. Files have the names that
+Hugging Face uses: `model.safetensors`, or `model-00001-of-00003.safetensors` with the index
+`model.safetensors.index.json`. Because files are views of tensors, they are valid only until a tensor changes.
 """
 
 from __future__ import annotations
@@ -42,15 +39,14 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
-    """Return safetensors files as a mapping of file names to contents. Each file name begins with the prefix `stem`,
+    """Build safetensors files; return a mapping of file names to contents. File names begin with the prefix `stem`,
     such as "weights/model"."""
     shards = plan_files(stem, tensors, shard_bytes)
     return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
 
 
 def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Plan how tensors are divided among files: return the tensors of each file, by file name, without reading their
-    values."""
+    """Divide tensors among files, without reading their values; return the tensors of each file, by file name."""
     shards = _split(tensors, shard_bytes)
     count = len(shards)
     if count == 1:
@@ -59,8 +55,7 @@ def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> di
 
 
 def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Data]:
-    """Return the index file of a checkpoint, which names the file of each tensor; an empty mapping if there is a single
-    file."""
+    """Return the index file, which names the file of each tensor; return nothing if there is a single file."""
     if len(shards) == 1:
         return {}
     where = {name: file.rpartition("/")[2] for file, shard in shards.items() for name in shard}
@@ -77,8 +72,7 @@ def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
 def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of safetensors files by name; raise `Corrupt` if a file is not a safetensors file.
 
-    If a file's content is one writable buffer, its tensors are views of the buffer. The tensors of a file in several
-    buffers, or in a read-only buffer, are copies.
+    Tensors of a file in one writable buffer are views of the buffer; other tensors are copies.
     """
     for file, data in files:
         if not file.endswith(INDEX):
@@ -97,7 +91,7 @@ def shapes_of(files: Files) -> dict[str, Tensor]:
 
 
 def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Split tensors into files in a fixed order. Data types with large elements come first, so that each tensor is
+    """Divide tensors among files, in a fixed order. Data types with large elements come first, so that each tensor is
     aligned in memory."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
@@ -111,8 +105,7 @@ def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Te
 
 
 def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
-    """Return the content of one safetensors file as a list of buffers: the header's length, the header, and each
-    tensor."""
+    """Return the content of one safetensors file as buffers: the length of the header, the header, and each tensor."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

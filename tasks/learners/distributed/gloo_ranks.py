@@ -1,8 +1,7 @@
-"""Implements ranks (training processes) that add up tensors on CPUs with gloo, and gradients on GPUs with NCCL. A
-learner does not use torch's DistributedDataParallel (DDP). DDP averages gradients over ranks, but a learner needs sums,
-because its losses are weighted over the whole minibatch. DDP hooks into the model's forward pass, but a learner runs
-the model's decoder and head separately. DDP waits for a backward pass of every rank, but in a learner a rank may have
-no rows of the batch to train on.
+"""Implements ranks (training processes) that add up tensors on CPUs with gloo, and gradients on GPUs with NCCL. torch's
+DistributedDataParallel (DDP) is not used, because it averages gradients, and losses are weighted over the whole
+minibatch. DDP also hooks into the forward pass of the whole model, but a learner runs the decoder and the head
+separately. DDP waits for a backward pass of every rank, but a rank may have no rows to train on.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ START_SECONDS = 120.0  # longest time, in seconds, for which started ranks wait 
 
 
 class GlooRanks(Ranks):
-    """One of several ranks (processes) that communicate by gloo. `GlooRanks` implements the interface `ranks.Ranks`."""
+    """One of several ranks (processes) that communicate by gloo."""
 
     def __init__(
         self,
@@ -43,13 +42,13 @@ class GlooRanks(Ranks):
     ) -> None:
         """Join a process group of ranks; all ranks of the group must join at about the same time.
 
-        `seconds` is the time limit of each later collective call. `name` distinguishes this process group from other
-        process groups of the same ranks. `host` is the address at which the other ranks reach this rank.
+        `seconds` is the time limit of each collective call. `name` distinguishes this process group from other process
+        groups of the same ranks. `host` is the address of this rank for the other ranks.
         """
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
         self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _group_options(host))
-        # `beside` is a second process group of the same ranks, for communication during a train step.
+        # second process group of the same ranks, for communication during a train step
         self.beside: GlooRanks | None = None
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds
@@ -113,8 +112,7 @@ class GlooRanks(Ranks):
         self._call_collective(lambda: self._receive_parts(parts))
 
     def find_late(self) -> list[int]:
-        """Return the ranks that have begun fewer collective calls than this rank. A rank that has begun fewer calls may
-        be the cause of a failure."""
+        """Return the ranks that have begun fewer collective calls than this rank, and so may have caused a failure."""
         found = [rank for rank in range(self.count) if rank != self.rank and self._count_calls(rank) < self._done]
         return found or (self.beside.find_late() if self.beside else [])
 
@@ -140,7 +138,7 @@ class GlooRanks(Ranks):
                 self._group.recv([part], rank, 0).wait(self._bound)
 
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace the gradients of a bucket by their sums over all ranks, added up in float32. A rank without a
+        """Replace the gradients of a bucket by their sums over all ranks, computed in float32. A rank without a
         gradient adds zeros."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([grad.reshape(-1).float() for grad in found])
@@ -153,7 +151,7 @@ class GlooRanks(Ranks):
 
     @cached_property
     def _on_gpus(self) -> Any:
-        """The NCCL process group for tensors on GPUs. All ranks must read this property at the same time."""
+        """The NCCL process group for tensors on GPUs. All ranks must read `_on_gpus` at the same time."""
         from torch.distributed import ProcessGroupNCCL  # builds of torch without CUDA do not have this class
 
         begin_backend(torch.device("cuda"), self.host, blocking=True)
@@ -192,8 +190,7 @@ def _group_options(host: str) -> Any:
 
 
 def _split_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split parameters, in their order, into buckets of at most `BUCKET` elements; one all-reduce adds up one
-    bucket."""
+    """Split parameters into buckets of at most `BUCKET` elements; one all-reduce adds up one bucket."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:

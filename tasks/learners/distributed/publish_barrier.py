@@ -1,13 +1,12 @@
-"""Defines a barrier of all ranks in each train step. No rank changes a stored tensor until the first rank reports that
-the previous policy version is stored.
+"""A barrier of all ranks in each train step: no rank changes a stored tensor before the previous policy version is
+stored.
 
     first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
     other rank:                 reads each message, and then goes on or stops
 
-- If the function `settle` raises an error on the first rank, the train step ends on all ranks with `StepStopped`, and
-  no stored tensor has changed.
-- A slow object store does not count as a hang. While the first rank waits for the object store, it repeatedly sends
-  WAIT to the other ranks.
+- If `settle` raises an error on the first rank, the train step ends on all ranks with `StepStopped`.
+- While the first rank waits for a slow object store, it sends WAIT to the other ranks, so that they do not stop with a
+  timeout.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class BarrierMessage(IntEnum):
 
 
 class StepStopped(Exception):
-    """Raised if a train step ends before it changed a stored tensor. The attribute `error` is the cause, which only the
-    first rank knows."""
+    """Raised if a train step ends before it has changed a stored tensor. `error` is the cause, which is known only on
+    the first rank."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(str(error))
@@ -41,8 +40,8 @@ class StepStopped(Exception):
 
 
 def wait_published(ranks: GlooRanks, settle: WaitForPublish) -> None:
-    """Call `settle` on the first rank, and report the result to the other ranks. The function `settle` waits until the
-    previous policy version is stored."""
+    """Call `settle` on the first rank, and report the result to the other ranks. `settle` waits until the previous
+    policy version is stored."""
     with ThreadPoolExecutor(1, "settling") as thread:
         job = thread.submit(settle)
         while wait([job], ranks.seconds / TIMES).not_done:

@@ -1,7 +1,7 @@
-"""Assigns one GPU to each rank of a learner. The process of a rank sees only the rank's own GPU.
+"""Assigns one GPU to each rank of a learner. The process of a rank sees only its own GPU, which is then the device
+"cuda".
 
-In each thread of a rank, the device "cuda" means the rank's own GPU. The first rank runs in the learner's Ray actor.
-Ray assigns as many GPUs to the learner's actor as there are ranks, and the first rank uses the first of these GPUs.
+The first rank runs in the learner's Ray actor and uses the first of the actor's GPUs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up tensors over 
 
 
 def check_gpus(ranks: int) -> None:
-    """Check on the first rank, before the other ranks start, that this machine has a GPU for each rank.
+    """Check on the first rank, before other ranks start, that this machine has a GPU for each rank.
 
     Raises:
         ConfigError: this machine has GPUs, but fewer GPUs than there are ranks.
     """
-    # torch must look for GPUs without starting CUDA, because a process that has started CUDA cannot be forked.
+    # This variable makes torch look for GPUs without starting CUDA, because a process that has started CUDA cannot be
+    # forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = torch.cuda.device_count()
     if 0 < found < ranks:
@@ -41,11 +42,12 @@ def take_gpu(rank: int) -> None:
 
 
 def begin_backend(device: torch.device, host: str, *, blocking: bool) -> str:
-    """Return the backend of a process group for tensors on `device`, and set the backend's environment variables.
+    """Return the backend of a process group for tensors on `device`, and set the environment variables of the
+    backend.
 
-    Call this function just before the process group is created. The members of the process group listen only on the
-    network interface that has the address `host`. When an NCCL operation exceeds its time limit, NCCL raises an error
-    if `blocking` is set; otherwise, NCCL ends the process.
+    `begin_backend` must be called just before the process group is created. Members of the process group listen only on
+    the network interface with the address `host`. With `blocking`, an NCCL operation that exceeds its time limit raises
+    an error; without it, NCCL ends the process.
     """
     name = interface_of(host)
     os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

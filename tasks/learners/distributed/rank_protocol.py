@@ -1,5 +1,5 @@
-"""Defines the protocol between a learner's first rank and its other ranks: how they connect, which commands the first
-rank sends, and how ranks end."""
+"""The protocol between the first rank of a learner and its other ranks: how they connect, which commands they get, and
+how they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The address of the TCP store through which a learner's ranks find each other. The first rank runs the store."""
+    """The address of the TCP store through which the ranks of a learner find each other. The TCP store runs on the
+    first rank."""
 
     host: str
     port: int
@@ -21,11 +22,11 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """Load weights and state. The fields `weights` and `state` map a file's name to the file's size in bytes; the
-    contents of the files follow the message.
+    """A command to load weights and state. `weights` and `state` map the name of each file to its size in bytes; the
+    contents follow the command.
 
-    `width` is the hidden size of the model's layers, or None if the responses of this model cannot share a prompt. All
-    ranks use the first rank's `width`, because every rank must pack the batch into the same lines (packed sequences).
+    `width` is the hidden size of the model's layers, or None if responses cannot share a prompt. All ranks use the same
+    `width`, because every rank must pack the batch into the same sequences.
     """
 
     weights: Mapping[str, int]
@@ -35,7 +36,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """A command to train policy version `version` on a batch of `size` bytes. The batch is sent after this message."""
+    """A command to train policy version `version` on a batch of `size` bytes. The batch is sent after the command."""
 
     version: int
     size: int
@@ -77,9 +78,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SendFile:
-    """A request to send this rank's shards of a file to rank `to`, as soon as this rank has executed `after` commands.
+    """A request to send this rank's shards of a file to rank `to`, after this rank has executed `after` commands.
 
-    If rank `to` is not the first rank, rank `to` stores the gathered file at `place`.
+    If `to` is not the first rank, rank `to` stores the gathered file at `place`.
     """
 
     file: str
@@ -107,10 +108,10 @@ class StartedRank(Protocol):
 
     @property
     def pipes(self) -> Pipes:
-        """The pipes to the rank, which are available as soon as the rank has started."""
+        """The pipes to the rank, which exist once the rank has started."""
 
     def read_exit(self) -> int | str | None:
-        """Return the rank's exit code, or a text that says how the rank ended; None while the rank is running."""
+        """Return the exit code of the rank, or a text that says how the rank ended; return None while the rank runs."""
 
     def end(self) -> None:
         """Kill the rank's process without waiting for its end."""
@@ -121,8 +122,7 @@ StartRank = Callable[[int, Meeting], StartedRank]
 
 @dataclass(frozen=True, slots=True)
 class RankHosts:
-    """The places where a learner's ranks run: `host` is the address of the first rank, and the function `start` starts
-    another rank.
+    """The places where the ranks run: `host` is the address of the first rank, and `start` starts another rank.
 
     If `start` is None, all ranks are processes on one machine.
     """

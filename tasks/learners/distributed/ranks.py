@@ -1,19 +1,17 @@
 """A rank is one of the processes that train a policy together, each on its share of every batch.
 
-Each rank has a copy of the whole model and takes the same optimizer steps. Each rank runs its own lines of the batch (a
-line is a sequence of one or several packed rows), and the results of all ranks are added up. Gradients, losses and
-log-probs do not depend on how the batch is divided among ranks. All ranks have bit-identical weights after an optimizer
-step.
+Each rank has a copy of the whole model and takes the same optimizer steps, so all ranks have bit-identical weights.
+Each rank runs its own packed sequences of the batch, and the results of all ranks are added up. Gradients, losses and
+log-probs do not depend on how the batch is divided among ranks.
 
     rank 0:  own lines --> gradient --+             +--> clip, AdamW
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW
     rank 2:  (none)    --> nothing ---+             +--> clip, AdamW
 
-- A rank that has no lines of the batch to run takes part in every sum over the ranks, with zeros.
-- A parameter that has no gradient on any rank has no gradient after the sum. AdamW does not change such a parameter.
-- Sums over ranks are computed in float32 or float64 and in a fixed order, so that the same number of ranks gives the
-  same bits.
-- Every sum over ranks has a time limit. A sum that fails raises the error `RankLost`.
+- A rank without a packed sequence adds zeros to every sum over the ranks.
+- A parameter without a gradient on any rank has no gradient after the sum, so AdamW does not change it.
+- Sums over ranks are computed in a fixed order, so that the same number of ranks gives the same bits.
+- Every sum over ranks has a time limit; a sum that fails raises `RankLost`.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
-# torch's errors about a failed process group are recognized by these words.
+# words by which torch's errors about a failed process group are recognized
 GROUP_SIGNS = "gloo", "connection", "timed out"
 
 
 class RankLost(Exception):
-    """Raised when a collective call fails because another rank ended or was late. The attribute `rank` is the number of
-    the rank that ended or was late, if known."""
+    """Raised when a collective call fails because another rank ended or was late. `rank` is the number of this other
+    rank, if known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -41,8 +39,7 @@ class RankLost(Exception):
 
 
 class Ranks:
-    """The interface of a learner's ranks, implemented here for a single rank, which has nothing to add up. Subclasses
-    of `Ranks` implement the methods for several ranks."""
+    """The interface of the ranks of a learner, implemented for a single rank, which has nothing to add up."""
 
     rank, count = 0, 1
 

@@ -3,15 +3,11 @@
     first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
     rank r:     ....... gather --> put --> report size and sha256
 
-- The names and the contents of the files do not depend on the number of ranks. File n is stored by rank n modulo the
-  number of ranks. The first rank stores the files that contain its random generators' states.
-- A rank holds at most `HELD` files in memory. While a rank holds a file larger than `shard_bytes`, the rank holds no
-  other file.
-- The log entry of a policy version names a file only after the rank that stored the file has reported the file's size
-  and sha256.
-- A slow object store does not count as a hang. A rank that waits for the object store reports repeatedly that it is
-  waiting. If a rank reports nothing for `train.rank_seconds` seconds, `put` raises `RankLost` with the number of that
-  rank.
+- File n is stored by rank n modulo the number of ranks, and files with states of random generators by the first rank.
+- A rank holds at most `HELD` files in memory, or one file that is larger than `shard_bytes`.
+- The log entry of a policy version names a file only after the storing rank has reported its size and sha256.
+- A rank that waits for a slow object store reports that it waits, so that the wait does not count as a hang. If a rank
+  reports nothing for `train.rank_seconds` seconds, `put` raises `RankLost`.
 """
 
 from __future__ import annotations
@@ -41,9 +37,9 @@ POLL_SECONDS = 0.02
 
 
 class Staging:
-    """Tells each rank which checkpoint files of a policy version it must store, and waits for the files.
+    """Assigns the checkpoint files of a policy version to ranks, and waits until the files are stored.
 
-    Only the first rank has this object. Several threads may call `put` at the same time.
+    Only the first rank has a `Staging` object. Several threads may call `put` at the same time.
     """
 
     def __init__(
@@ -51,8 +47,8 @@ class Staging:
     ) -> None:
         """Assign each file to a rank.
 
-        `sizes` maps each file to its size, and to whether any rank can store it (see `ShardedLearner.sizes`). While a
-        rank has a file larger than `most` bytes in memory, that rank has no other file in memory.
+        `sizes` maps each file to its size, and to whether any rank can store the file. A rank that holds a file larger
+        than `most` bytes holds no other file.
         """
         self._ranks, self._sizes, self._most, self._gather = ranks, sizes, most, gather
         self._places = {file: n % ranks.count if sizes[file][1] else 0 for n, file in enumerate(sizes)}
@@ -64,7 +60,7 @@ class Staging:
         return HELD * self._ranks.count
 
     def put(self, file: str, store: ObjectStore, path: str) -> StoredObject:
-        """Make the rank to which the file is assigned store the file, and wait until the file is stored.
+        """Store a file from the rank to which the file is assigned, and wait until the file is stored.
 
         Raises:
             RollflowError: the object store raised this error on the rank that stores the file.
@@ -108,8 +104,8 @@ class Staging:
 
 
 def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
-    """Store a file from a rank other than the first. Report the file's size and SHA-256, or the error of the object
-    store, to the first rank."""
+    """Store a file from a rank other than the first, and report its size and SHA-256, or an error, to the first
+    rank."""
     store: Store = ranks.store
     with ThreadPoolExecutor(1, "staging") as thread:
         job = thread.submit(put_object, place.store, place.path, data)
@@ -133,10 +129,10 @@ class _FileSlots:
 
     @contextmanager
     def reserve(self, *, alone: bool) -> Iterator[None]:
-        """Reserve a rank's memory for one file while the `with` block runs. If `alone` is set, the rank has no other
-        file in memory while the `with` block runs."""
+        """Reserve a rank's memory for one file during a `with` block. With `alone`, the rank has no other file in
+        memory."""
         places = HELD if alone else 1
-        with self._door:  # only one caller acquires slots at a time, so that two callers cannot deadlock
+        with self._door:  # one caller at a time acquires slots, so that two callers cannot deadlock
             for _ in range(places):
                 self._free.acquire()
         try:

@@ -15,8 +15,8 @@ from rollflow.storage.errors import ConfigError
 def recompute_layers(decoder: Any) -> None:
     """Make each layer of the decoder run again in the backward pass.
 
-    A recomputed layer gives bit-identical results, because dropout is off and the layer draws no random numbers. The
-    activation checkpointing of transformers is not used, because it needs training mode, which would turn dropout on.
+    The results are bit-identical, because dropout is off and layers draw no random numbers. The activation
+    checkpointing of transformers needs training mode, which would turn dropout on.
 
     Raises:
         ConfigError: the decoder has no list of layers.

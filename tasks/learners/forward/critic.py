@@ -1,10 +1,10 @@
 """The critic estimates, before each token, the reward that the rest of the response will get (PPO: Schulman et al.
 2017).
 
-When a run trains its first policy version, the critic is a copy of the policy, with a new head that outputs zero. With
-the option `model = "head"`, the critic is only a head on the policy's hidden states. The critic is trained on every row
-of the batch, after the policy was updated on the same rows. The critic is trained to predict the returns that
-`objectives/gae.py` computes. The critic's weights and AdamW moments are part of the learner's state.
+At first, the critic is a copy of the policy with a new head that outputs zero. With `model = "head"`, the critic is
+only a head on the policy's hidden states. After each update of the policy, the critic is trained on every row of the
+minibatch, to predict the returns of `objectives/gae.py`. Weights and AdamW moments of the critic are part of the
+learner's state.
 
 In shapes, M is the number of tokens with loss mask 1 in a micro-batch, B the number of such tokens in a batch, and H
 the hidden size.
@@ -29,18 +29,17 @@ WEIGHT = "weight/"  # prefix of the names of the critic's weights in the critic'
 
 
 class ValueHead(nn.Module):
-    """Maps each hidden state to one number, the critic's value. The attribute `decoder` is None if the policy computes
-    the hidden states."""
+    """Maps each hidden state to one number, the critic's value. `decoder` is None if the policy computes the hidden
+    states."""
 
     def __init__(self, decoder: nn.Module | None, hidden: int) -> None:
         super().__init__()
         self.decoder = decoder
-        self.head = nn.Linear(hidden, 1)  # the critic's head is float32, whatever data type the decoder has
+        self.head = nn.Linear(hidden, 1)  # float32, whatever the data type of the decoder
 
 
 class Critic:
-    """The critic: a model that estimates, before each token, the reward that the rest of the response will get. See the
-    module's docstring."""
+    """A model that estimates, before each token, the reward that the rest of the response will get."""
 
     def __init__(self, policy: Any, config: TrainBase) -> None:
         self._policy, self._config, self._dtype = policy, config.critic, policy.dtype
@@ -61,7 +60,7 @@ class Critic:
             self.begun = True
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """Return the reward that the critic expects before each token of the micro-batch with loss mask 1 (float32)."""
+        """Return the reward that the critic expects before each token with loss mask 1 (float32)."""
         device = self.model.head.weight.device
         row, position = (send(index, device) for index in micro.where)
         hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
@@ -85,13 +84,11 @@ class Critic:
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the critic's whole state as tensors by name; an empty mapping before the first trained policy
-        version."""
+        """Return the state of the critic as tensors by name; return nothing before the first trained policy version."""
         return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` if `saved` is not empty and its tensors differ from this critic's tensors in name, shape or
-        type."""
+        """Raise `Corrupt` if `saved` is not empty and its tensors differ from the critic's in name, shape or type."""
         if saved:
             check_fit(
                 "the critic's state",
@@ -101,19 +98,19 @@ class Critic:
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Replace the critic's state by the tensors `saved`, which the method `tensors` returned."""
+        """Replace the state of the critic by tensors that `tensors` returned."""
         self.begun = False
         self.optimized.load(self._take_weights(saved))
 
     def _take_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """Load the critic's weights from `saved`; yield all other tensors of `saved`."""
+        """Load the weights of the critic from `saved`; yield all other tensors of `saved`."""
         for name, tensor in saved:
             self.begun = True
             if name.startswith(WEIGHT):
                 self._take(name.removeprefix(WEIGHT), tensor)
             else:
                 yield name, tensor
-            del tensor  # free the file's memory before the next file is read
+            del tensor  # free the memory of the file before the next file is read
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.model.get_parameter(name).copy_(weight)
@@ -122,8 +119,8 @@ class Critic:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the hidden states of the decoder, of shape (L, T, H). The hidden states have no gradient if the policy
-        computes them."""
+        """Return the hidden states of the decoder, of shape (L, T, H). Hidden states that the policy computes have no
+        gradient."""
         own = self.model.decoder
         decoder = self._policy.get_decoder() if own is None else own
         with torch.set_grad_enabled(own is not None and torch.is_grad_enabled()):
@@ -132,11 +129,11 @@ class Critic:
 
 
 def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> Tensor:
-    """Return the loss of each token: half of the squared error of the critic's value or of the clipped value, whichever
-    is larger.
+    """Return the loss of each token: half of the squared error of the value or of the clipped value, whichever is
+    larger.
 
-    The clipped value differs by at most `clip` from the value that the critic estimated before the update. The first
-    PPO code (Schulman et al. 2017), verl and TRL clip values in this way.
+    A clipped value differs by at most `clip` from the value that the critic estimated before the update. The first code
+    of PPO (Schulman et al. 2017), verl and TRL clip values in the same way.
     """
     held_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return torch.maximum((value_M - return_M).square(), (held_M - return_M).square()) / 2
@@ -154,5 +151,5 @@ def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
 
 
 def drop_weights(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the critic's saved tensors except its weights, that is, its optimizer state."""
+    """Return the saved tensors of the critic's optimizer, without the critic's weights."""
     return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

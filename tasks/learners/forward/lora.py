@@ -4,15 +4,11 @@
 
 (Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, section 4.1.)
 
-- Only the adapter has gradients, master weights and AdamW moments. The adapter's data type is float32, or the policy's
-  data type if master weights are not used.
-- The matrix A starts with random values and the matrix B with zeros, so that a new adapter does not change the policy.
-  The adapter is disabled until the first policy version is trained. A cold start (supervised training) trains the
-  policy's own weights W.
-- The published weights are W + (alpha / rank) B A, added in float32, rounded to the policy's data type, and named like
-  the policy's weights. A reader of published weights need not know about adapters.
-- The adapter is part of the learner's state. The fixed weights W are not part of the state. They are read again from
-  the run's first weights.
+- Only the adapter is trained and has AdamW moments.
+- A new adapter does not change the policy, because A starts with random values and B with zeros.
+- The published weights are W + (alpha / rank) B A, rounded to the policy's data type and named like the policy's
+  weights, so that readers need not know about adapters.
+- The adapter is part of the learner's state; the fixed weights W are read from the run's first weights.
 """
 
 from __future__ import annotations
@@ -42,8 +38,8 @@ ADAPTER = "adapter/"  # prefix of the names of the LoRA adapter's tensors in the
 
 
 class LoraPolicy(TrainedPolicy):
-    """A policy with a LoRA adapter. Only the adapter is trained. The function `first` returns the weights with which
-    the run began, by Hugging Face name."""
+    """A policy with a LoRA adapter. Only the adapter is trained. `first` returns the weights with which the run began,
+    by Hugging Face name."""
 
     def __init__(self, model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
@@ -102,7 +98,7 @@ class LoraPolicy(TrainedPolicy):
         self._find_base()
 
     def _without_adapter(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """Load the LoRA adapter's tensors from `saved`; yield all other tensors of `saved`."""
+        """Load the tensors of the LoRA adapter from `saved`; yield all other tensors of `saved`."""
         own = self._adapter()
         for name, tensor in saved:
             if name in own:
@@ -133,17 +129,16 @@ class LoraPolicy(TrainedPolicy):
 
     @torch.no_grad()
     def _sum(self, base: Tensor, layer: Any) -> Tensor:
-        """Return the weight of a layer as it is published: the weight `base` plus the product of the LoRA adapter's
-        matrices.
+        """Return the published weight of a layer: `base` plus the product of the adapter's matrices.
 
-        Where the LoRA adapter adds zero, `base` is returned unchanged, because adding zero would turn -0 into +0.
+        Where the product is zero, `base` stays unchanged, because adding zero would turn -0 into +0.
         """
         part = self._part(layer)
         return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
 
     @torch.no_grad()
     def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Log once how much rounding changes the published weights, as a share of the change by the LoRA adapter."""
+        """Log once how much rounding changes the published weights, relative to the change by the LoRA adapter."""
         if self._warned or self.model.dtype == torch.float32:
             return
         added = lost = 0.0
@@ -175,8 +170,8 @@ class LoraPolicy(TrainedPolicy):
 class AdapterReference(Reference):
     """A reference policy that consists of a LoRA adapter and uses the model of the trained policy.
 
-    While the reference policy computes log-probs, its adapter replaces the trained policy's adapter. At first the
-    reference policy is the policy without an adapter, so the reference policy's adapter starts at zero.
+    While the reference policy computes log-probs, its adapter replaces the trained adapter. The adapter of the
+    reference policy starts at zero, which is the policy without an adapter.
     """
 
     def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
@@ -198,7 +193,7 @@ class AdapterReference(Reference):
 
 @contextmanager
 def swap_values(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """While the `with` block runs, give each parameter the values of the tensor that is paired with it."""
+    """Give each parameter the values of its paired tensor during a `with` block."""
     own = [(parameter, parameter.data, other) for parameter, other in pairs]
     try:
         for parameter, _, other in own:
@@ -217,7 +212,7 @@ def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]
     """
     decoder = model.get_decoder()
     chosen = _choose_layers([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
-    held = nn.Module()  # a module without the model's config, which would make peft choose other layers
+    held = nn.Module()  # a module without the model's config, because peft would choose other layers by the config
     held.decoder = decoder
     inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -241,7 +236,7 @@ def _choose_layers(linear: Sequence[str], config: Lora) -> list[str]:
 
 
 def _list_parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapters' parameters by the names that the peft library uses in files, without the prefix
+    """Yield the parameters of the adapters by their names in files of the peft library, without the prefix
     "base_model.model."."""
     for name, layer in layers.items():
         yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight

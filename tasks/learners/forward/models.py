@@ -32,8 +32,8 @@ from rollflow.tasks.policies.device import find_device, send
 
 
 def _trained_policy(model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
-    """Build the trained policy: either all of its parameters are trained, or only a LoRA adapter. The package peft is
-    imported only if the policy has a LoRA adapter."""
+    """Build the trained policy: all parameters are trained, or only a LoRA adapter. The package peft is imported only
+    for a LoRA adapter."""
     if config.lora is None:
         return TrainedPolicy(model, config)
     from rollflow.tasks.learners.forward.lora import LoraPolicy
@@ -42,8 +42,7 @@ def _trained_policy(model: Any, config: TrainBase, first: Callable[[], Mapping[s
 
 
 class TrainedModels:
-    """The models that a learner runs in its train steps: policy, critic and reference policy. See the module's
-    docstring."""
+    """The models of a learner: policy, critic and reference policy."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class TrainedModels:
         first: Callable[[], Mapping[str, Tensor]] = dict,
         blank: bool = False,
     ) -> None:
-        """Set up the models. Most arguments of this constructor are documented in `LearnerStart`. The function `first`
-        returns the weights with which the run began."""
+        """Set up the models; `LearnerStart` documents most arguments. `first` returns the weights with which the run
+        began."""
         torch.manual_seed(seed)
         self.device = find_device()
         self.model = model.to(self.device).eval()  # eval mode turns dropout off, but gradients are still computed
@@ -80,9 +79,8 @@ class TrainedModels:
         self._add_roles()
 
     def try_model(self) -> None:
-        """Test whether the model can be trained. If a learner was created without weights (`blank`), call `try_model`
-        after its weights are loaded. The model of a learner that is created with weights is tested when the learner
-        starts.
+        """Test whether the model can be trained. A learner without weights (`blank`) calls `try_model` after its
+        weights are loaded; any other learner calls it at its start.
 
         Raises:
             ConfigError: the model cannot be trained.
@@ -112,8 +110,8 @@ class TrainedModels:
     def learning_rate(self, version: int, base: float | None = None) -> float:
         """Return the learning rate of a policy version; `base` defaults to `train.learning_rate`.
 
-        During the warm-up, the learning rate rises linearly to `base`. After the warm-up, the learning rate stays
-        constant, or falls in proportion to the number of remaining policy versions, but not below a tenth of `base`.
+        The learning rate rises linearly to `base` during the warm-up. After the warm-up, the learning rate is constant,
+        or falls in proportion to the number of remaining versions, but not below a tenth of `base`.
         """
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
@@ -122,8 +120,7 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare the first update of a policy version.
 
-        The only stored tensors that `begin` changes are those of the reference policy; it calls `settle` before this
-        change. The method `begin` may also create the critic, whose tensors are not stored yet.
+        `begin` calls `settle` before it changes the reference policy, the only stored tensors that it changes.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -133,7 +130,7 @@ class TrainedModels:
             self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
 
     def adapt_kl_weight(self, found: Mapping[str, float]) -> Mapping[str, float]:
-        """Adapt the KL penalty's weight for the next policy version; return the current weight as a metric."""
+        """Adapt the weight of the KL penalty for the next policy version; return the current weight as a metric."""
         divergence = found.get(f"kl_{self.penalties.kl_to}")
         if self.penalties.kl_target is None or divergence is None:
             return {}
@@ -144,8 +141,8 @@ class TrainedModels:
     # --- passes of models ---------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
-        """Return the rows of the batch that contribute to the gradient. A row whose advantage is zero contributes to
-        the gradient only if the objective sets `every_row`."""
+        """Return the rows of the batch that contribute to the gradient. A row with advantage zero contributes only if
+        the objective sets `every_row`."""
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 
     def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:
@@ -157,8 +154,8 @@ class TrainedModels:
 
     @torch.no_grad()
     def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Run the function `of` on the tokens of `rows` with loss mask 1. Return a value for each of the B tokens; for
-        tokens of other rows, the value is zero."""
+        """Run `of` on the tokens of `rows` with loss mask 1; return a value for each of the B tokens, zero for other
+        rows."""
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
@@ -175,8 +172,8 @@ class TrainedModels:
         return self._token_logprobs(micro, self.reference.token_logprobs)
 
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
-        """Return a model's log-probs at the sampling temperature. The model's output head runs only at the positions
-        that predict a token with loss mask 1."""
+        """Return the log-probs of a model at the sampling temperature. The output head runs only at positions that
+        predict a token with loss mask 1."""
         row, place = (send(index, self.device) for index in micro.where)
         inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
         return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

@@ -1,15 +1,13 @@
 """The observation loss: the policy also learns to predict the tokens that the environment adds, such as tool output.
 
-The loss of a minibatch is the loss of the policy's tokens + weight x L, where L is the mean of -log pi over the tokens
-of the environment in the minibatch. With the aggregation `sequence-mean`, each trajectory has a mean, and L is the mean
-of these means, as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free). ECHO uses the weight
-0.05.
+The loss of a minibatch is the loss of the policy's tokens + weight x L, where L is the mean of -log pi over the
+environment's tokens. With `sequence-mean`, L is the mean over trajectories of their means, as in ECHO (Shrivastava et
+al. 2026, Terminal agents learn world models for free), which uses the weight 0.05.
 
-One forward pass predicts the policy's tokens, and also the tokens of the environment at temperature 1. A token counts
-if the policy did not sample it, and if it follows the first sampled token of its trajectory. The prompt does not count.
-Trajectories whose advantages are zero also contribute to the observation loss.
+A token counts if the policy did not sample it and it follows the first sampled token, so the prompt does not count.
+Trajectories with advantage zero also contribute.
 
-In shapes, R is the number of rows, and O the number of tokens of the environment in a part of a micro-batch.
+In shapes, R is the number of rows, and O the number of environment tokens in a part of a micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from rollflow.tasks.policies.device import send
 
 
 class ObservationLoss:
-    """The observation loss of one minibatch. The attribute `total` is the part of L that was computed so far."""
+    """The observation loss of one minibatch. `total` is the part of L that was computed so far."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class ObservationLoss:
         part: list[int],
         device: torch.device,
     ) -> None:
-        """Compute the weight of each token in L. `part` are the rows of the minibatch."""
+        """Compute the weight of each token in L; `part` has the rows of the minibatch."""
         assert data.observed is not None
         counts_R = torch.from_numpy(data.observed.counts[part])
         mean = "sequence-mean" if objective.aggregation == "sequence-mean" else "token-mean"

@@ -1,5 +1,5 @@
-"""Computes what a policy version needs before its first update: advantages, log-probs of the reference policy, and
-values of the critic.
+"""Computes what a policy version needs before its first update: advantages, log-probs of the reference policy, values
+of the critic.
 
 In shapes, R is the number of rows (trajectories), and B the number of tokens with loss mask 1 in the batch, one row
 after the other.
@@ -28,7 +28,7 @@ from rollflow.tasks.objectives.turn_advantages import compute_turn_advantages
 
 @dataclass(frozen=True, slots=True)
 class BatchTargets:
-    """Advantages of a batch, and the critic's targets, both computed from the rewards."""
+    """Advantages of a batch and the targets of the critic, both computed from rewards."""
 
     advantage_B: Tensor  # advantage of each token, in the data type of the rewards
     signal_R: np.ndarray  # bool: True if a token of the row has an advantage other than zero
@@ -37,8 +37,8 @@ class BatchTargets:
 
 @dataclass(frozen=True, slots=True)
 class PreUpdate:
-    """Values that are computed before a policy version's first update. A value that the objective does not need is
-    None. Log-probs are in nats."""
+    """Values that are computed before the first update of a policy version. Values that the objective does not need are
+    None; log-probs are in nats."""
 
     judged: BatchTargets
     behaviour_B: Tensor  # log-probs under the behaviour policy, which sampled the tokens
@@ -61,8 +61,7 @@ class PreUpdate:
 
 
 def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
-    """Compute the values that are needed before the first update, with one forward pass of each other model that is
-    needed."""
+    """Compute the values that are needed before the first update, with one forward pass of each needed model."""
     every = range(len(data.rewards))
     reference_B = roles.compute_tokens(data, every, roles.reference_logprobs) if roles.reference else None
     values_B = roles.compute_tokens(data, every, roles.critic.values) if roles.critic else None
@@ -89,11 +88,10 @@ def _kl_price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | N
 
 
 def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Tensor | None:
-    """Return the log-probs of the proximal policy (the policy before the update) for the rows that are trained on; None
-    if no forward pass is needed.
+    """Return the log-probs of the policy before the update, for the rows that are trained on; None if no forward pass
+    is needed.
 
-    If a policy version takes only one update, the proximal policy is the policy that the update starts from. With a
-    single update, the update itself computes the proximal policy's log-probs, so no separate forward pass is needed.
+    With a single update, the update itself computes these log-probs.
     """
     if roles.objective.uses_batch:
         return roles.compute_tokens(data, range(len(data.rewards)), roles.own_logprobs)
@@ -114,8 +112,8 @@ def compute_targets(
 ) -> BatchTargets:
     """Compute the advantages of a batch in the data type `dtype`.
 
-    The penalties `price_B` are subtracted from the rewards; `values_B` are the critic's values, or None without a
-    critic. The reward of a single token counts at this token.
+    `price_B` is subtracted from the rewards; `values_B` are the values of the critic, or None without a critic. The
+    reward of a single token counts at this token.
     """
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R
@@ -142,8 +140,8 @@ def compute_targets(
 def _credit_by_critic(
     part: Advantage, shaped_R: Tensor, data: BatchRows, price_B: Tensor, values_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the advantage and the return of each token, from a critic's values. An episode with several branches
-    counts as one sequence, with the reward of the last branch."""
+    """Return the advantage and the return of each token, from the values of a critic. An episode with several branches
+    counts as one sequence, with the reward of its last branch."""
     order = data.order_by_episode()
     if data.token_rewards is not None:
         price_B = price_B.double() - torch.from_numpy(data.token_rewards).double().nan_to_num()
@@ -157,7 +155,7 @@ def _credit_by_critic(
 def _may_overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
     """Return True if a sum of squared rewards may exceed the range of float32.
 
-    If a sum of squared rewards overflowed, the standard deviation would be infinite and all advantages would be zero.
+    After an overflow, the standard deviation would be infinite and all advantages would be zero.
     """
     squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
     return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

@@ -1,9 +1,8 @@
-"""The reference policy is a frozen copy of the policy, from which the KL penalty measures the divergence.
+"""The reference policy: a frozen copy of the policy, against which the KL penalty is measured.
 
-The reference policy starts with the weights of the first policy version that the run trains. If the option
-`train.reference.every` is n, the reference policy is set to the policy's current weights at every n-th policy version.
-The reference policy's weights are part of the learner's state, so that any train step can be replayed even if older
-policy versions were deleted.
+The reference policy has the weights of the first policy version, or of every n-th version with `train.reference.every =
+n`. The weights of the reference policy are part of the learner's state, so that any train step can be replayed after
+older versions were deleted.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ VERSION = "version"  # key in the learner state: the policy version whose weight
 
 
 class Reference:
-    """A frozen copy of the policy. See the module's docstring."""
+    """A frozen copy of the policy, against which the KL penalty is measured."""
 
     def __init__(self, policy: Any, every: int) -> None:
         self._every = every
         self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # returns the policy's tensors
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
-        # The policy's output head was tested already, so the reference policy's head is not tested again.
+        # The output head was tested with the policy, so it is not tested again.
         self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)
         self.version = -1  # policy version whose weights the reference policy has; -1 if it has no weights yet
 
     def follow(self, version: int, settle: WaitForPublish = no_wait) -> None:
-        """Copy the policy's weights into the reference policy if an update of the reference policy is due at policy
-        version `version`.
+        """Copy the policy's weights into the reference policy if `train.reference.every` requires it at policy version
+        `version`.
 
-        The caller must call `follow` before policy version `version` is trained.
+        Call `follow` before policy version `version` is trained.
         """
         if self.version < 0 or (self._every and version % self._every == 0):
             settle()
@@ -47,26 +46,26 @@ class Reference:
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the reference policy's whole state as tensors by name; an empty mapping before the first trained
-        policy version."""
+        """Return the state of the reference policy as tensors by name; return nothing before the first trained policy
+        version."""
         return {**self._tensors_to_save(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` if `saved` is not empty and its tensors differ from the reference policy's tensors in name,
-        shape or type."""
+        """Raise `Corrupt` if `saved` is not empty and its tensors differ from the reference policy's in name, shape or
+        type."""
         if saved:
             check_fit("the reference", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Replace the reference policy's state by the tensors `saved`, which the method `tensors` returned."""
+        """Replace the state of the reference policy by tensors that `tensors` returned."""
         self.version, own = -1, self._tensors_to_save()
         for name, tensor in saved:
             if name == VERSION:
                 self.version = int(tensor)
             else:
                 own[name].copy_(tensor)
-            del tensor  # free the file's memory before the next file is read
+            del tensor  # free the memory of the file before the next file is read
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:

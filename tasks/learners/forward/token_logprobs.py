@@ -2,13 +2,8 @@
 
     tokens --> decoder --> hidden states at the wanted positions --> head (see `policies/head`) --> log-probs
 
-Log-probs are computed this way in training, in the forward pass before a policy version's first update, and in the test
-of weights that were sent to an engine.
-
-Logits are computed for one chunk of tokens at a time, because the logits of a batch of 16,384 tokens would take 10 GB
-at a vocabulary of 151,936. The module `inplace_logprobs` computes log-probs in the memory of the logits. A learner
-splits tokens into parts (see `parts`), and runs each part backward before it runs the next part forward. Logits of a
-part larger than a chunk are recomputed in the backward pass.
+Logits are computed for one chunk of tokens at a time, because the logits of 16,384 tokens take 10 GB at a vocabulary of
+151,936. Logits of more than one chunk are recomputed in the backward pass.
 
 In shapes, R is the number of rows, T the padded number of tokens, M the number of positions, H the hidden size, and V
 the size of the vocabulary.
@@ -38,7 +33,7 @@ class TokenLogprobs:
     """Computes log-probs of tokens under `model`, without copying the model's parameters."""
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """Find the decoder, the output head and the embedding of `model`. See `LMHead` for `judged`."""
+        """Find the decoder, the output head and the embedding of `model`; see `LMHead` for `judged`."""
         self._head = LMHead(model, judged=judged)
         self._decoder = model.get_decoder()
         self._embedding = AddingEmbedding(model)
@@ -55,8 +50,8 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probs of `targets_M` in nats at `temperature`; with `entropy`, also return the entropies.
 
-        `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. For each of the M target tokens, `where`
-        gives the (row, position) of the token before it.
+        `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. `where` gives, for each target token, the
+        (row, position) of the token before it.
         """
         return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
 
@@ -69,8 +64,7 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs computed from hidden states; if `entropy` is set, also return the entropies.
 
-        If the logits of all tokens exceed the size of one chunk, the backward pass recomputes the logits chunk by
-        chunk.
+        If the logits of all tokens exceed one chunk, the backward pass recomputes the logits chunk by chunk.
         """
         parts = max(1, math.ceil(len(targets_M) / self._chunk))
         if parts == 1:
@@ -81,16 +75,15 @@ class TokenLogprobs:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Let backward passes in the `with` block add up gradients in place, to save memory; see `LMHead` and
-        `AddingEmbedding`."""
+        """Add up gradients in place during backward passes in the `with` block, to save memory."""
         with self._head.add_in_place(), self._embedding.add_in_place():
             yield
 
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
-        """Split the M tokens of a micro-batch into slices. `row_M` gives the number of each token's row (trajectory).
+        """Split the M tokens of a micro-batch into slices; `row_M` has the row number of each token.
 
-        If `by_token` is set, no slice has more tokens than a chunk. If `by_token` is not set, a slice consists of whole
-        rows. A row with more tokens than a chunk is a slice of its own.
+        With `by_token`, no slice has more tokens than a chunk. Without `by_token`, a slice consists of whole rows, so
+        that a long row may exceed a chunk.
         """
         return self._split_evenly(len(row_M)) if by_token else self._split_by_row(row_M)
 
@@ -105,7 +98,7 @@ class TokenLogprobs:
             if after - begin > self._chunk and end > begin:
                 found.append(slice(begin, end))
                 begin = end
-        return found or [slice(0, 0)]  # a batch without tokens still needs one slice, and its loss is zero
+        return found or [slice(0, 0)]  # a batch without tokens needs one slice, whose loss is zero
 
     @property
     def _chunk(self) -> int:

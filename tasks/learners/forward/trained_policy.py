@@ -25,8 +25,7 @@ class TrainedPolicy(TrainedTensors):
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
 
     def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
-        """Return a frozen copy of the policy as the reference policy, which is updated at each policy version divisible
-        by `every`.
+        """Return a frozen copy of the policy as reference policy, which is updated every `every` policy versions.
 
         `token_logprobs` computes log-probs under the trained policy.
         """
@@ -34,8 +33,8 @@ class TrainedPolicy(TrainedTensors):
 
     @contextmanager
     def use_published(self) -> Iterator[None]:
-        """While the `with` block runs, make the model compute with the published weights. Code in the `with` block must
-        not compute gradients."""
+        """Make the model compute with the published weights during a `with` block. Gradients must not be computed
+        inside the block."""
         yield
 
     def weights(self) -> dict[str, Tensor]:
@@ -44,13 +43,12 @@ class TrainedPolicy(TrainedTensors):
             return self._model_tensors()
 
     def weights_like(self) -> dict[str, Tensor]:
-        """Return tensors with the names, shapes and types of the published weights; the values of these tensors are
-        undefined."""
+        """Return tensors with the names, shapes and types of the published weights, but with undefined values."""
         return self.weights()
 
     @torch.no_grad()
     def take(self, weights: Named) -> None:
-        """Set the policy's weights to tensors that the method `weights` returned; the caller must call `load` next.
+        """Set the policy's weights to tensors that `weights` returned; the caller must call `load` next.
 
         Raises:
             Corrupt: one of the policy's weights is missing.
@@ -58,7 +56,7 @@ class TrainedPolicy(TrainedTensors):
         left = self._model_tensors()
         for name, tensor in weights:
             left.pop(name).copy_(tensor)
-            del tensor  # free the file's memory before the next file is read
+            del tensor  # free the memory of the file before the next file is read
         check_fit("the weights", {}, left)
 
     def _model_tensors(self) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""A learner of several ranks. The first rank starts the other ranks, sends commands to them and ends them."""
+"""A learner of several ranks (processes): the first rank starts the others, sends them commands and ends them."""

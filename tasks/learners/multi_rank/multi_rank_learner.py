@@ -4,18 +4,12 @@ other ranks.
     learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
                             +---- sums over all ranks (`ranks`) ----+
 
-- The weights and the state that are stored and published are those of the first rank. Before a train step, the first
-  rank's weights and state are sent to the other ranks if the ranks may differ (after a start, a cold start or a
-  `load`).
-- If a rank ends, or does not join the other ranks within `train.rank_seconds` seconds, the learner raises `RankFailed`
-  with a message that names the rank. After a rank has failed, all ranks end, and a new learner starts from stored
-  files.
-- No rank changes a stored tensor before the function `settle` has returned on the first rank. Ranks can train while a
-  policy version is being stored. The files of a sharded learner are gathered and stored by threads with a process group
-  of their own (see `staging`).
+- The stored and published weights are those of the first rank. Before a train step, the weights and the state of the
+  first rank are sent to the other ranks if the ranks may differ, for example after `load`.
+- If a rank ends, or is missing for `train.rank_seconds` seconds, `RankFailed` names the rank, all ranks end, and a new
+  learner starts from storage.
+- No rank changes a stored tensor before `settle` has returned on the first rank.
 - No rank outlives the process of the first rank.
-
-Every rank except the first is forked from a process that has already imported the modules that a rank needs.
 """
 
 from __future__ import annotations
@@ -78,8 +72,7 @@ POLL_SECONDS = 0.05
 
 
 class MultiRankLearner:
-    """A learner with several ranks (processes). The process of a `MultiRankLearner` is the first rank and sends
-    commands to the other ranks. See the module's docstring."""
+    """A learner with several ranks (processes), of which this process is the first."""
 
     def __init__(self, config: TrainBase, start: LearnerStart) -> None:
         """Start the other ranks, and create the learner of the first rank.
@@ -100,7 +93,7 @@ class MultiRankLearner:
 
     @property
     def model(self) -> Any:
-        """The first rank's model. See `Learner`."""
+        """The first rank's model."""
         return self._own.model
 
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
@@ -111,7 +104,7 @@ class MultiRankLearner:
                 sharded learner raise `RankFailed`, too.
         """
         if not self._alike:
-            # wait until the previous policy version is stored, because the stored tensors are sent to the other ranks
+            # The stored tensors are sent to the other ranks, so the previous policy version must be stored first.
             settle()
         with self._guard_ranks(f"version {version + 1} was trained"):
             if not self._alike:
@@ -159,7 +152,7 @@ class MultiRankLearner:
         return self._own.sharded
 
     def _gather_files(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
-        """Return the first rank's files. Each file of a sharded learner is gathered from all ranks when it is read."""
+        """Return the first rank's files. A file of a sharded learner is gathered from all ranks when it is read."""
         own = self._own
         if not isinstance(own, ShardedLearner) or not own.sharded:
             return files
@@ -179,8 +172,7 @@ class MultiRankLearner:
 
     @contextmanager
     def _order_sharded(self, order: Order, what: str) -> Iterator[None]:
-        """Run the `with` block on the first rank. If the learner is sharded, first send the command `order` to the
-        other ranks."""
+        """Run a `with` block on the first rank; if the learner is sharded, first send `order` to the other ranks."""
         if not self._sharded:
             yield
             return
@@ -190,8 +182,8 @@ class MultiRankLearner:
 
     @contextmanager
     def _guard_ranks(self, what: str) -> Iterator[None]:
-        """Run a `with` block in which all ranks work together. If the `with` block raises an error that a rank's
-        failure may have caused, all ranks are ended."""
+        """Run a `with` block in which all ranks work together. All ranks are ended if the block raises an error that a
+        failed rank may have caused."""
         try:
             with raise_lost():
                 yield
@@ -217,8 +209,8 @@ class MultiRankLearner:
         self._alike = True
 
     def _load_all(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Load the files of a policy version on all ranks, one file after the other. Each rank of a sharded learner
-        keeps only its shards."""
+        """Load the files of a policy version on all ranks, one file after the other. A rank of a sharded learner keeps
+        only its shards."""
         if not self._sharded:
             self._others.order(ShardModel())
             self._own.shard()
@@ -274,7 +266,7 @@ class OtherRanks:
         self._started = {rank: begin(rank, meeting) for rank in range(1, config.ranks)}
 
     def meet(self) -> GlooRanks:
-        """Wait until all ranks have started; return the first rank's connection to the group of ranks."""
+        """Wait until all ranks have started; return the first rank's connection to the other ranks."""
         deadline = time.monotonic() + READY_SECONDS
         try:
             while late := [rank for rank in self._started if not self._store.check([ready_key(rank)])]:
@@ -299,7 +291,7 @@ class OtherRanks:
         _send([one.pipes.asked for one in self._started.values()], ask)
 
     def fail(self, when: str, error: Exception) -> RankFailed:
-        """End all ranks, and return an error that names the failed rank. Later calls of `fail` return the same
+        """End all ranks, and return an error that names the failed rank. All later calls of `fail` return the same
         error."""
         with self._failing:
             if self._failed is None:
@@ -310,8 +302,8 @@ class OtherRanks:
             return self._failed
 
     def _find_fault(self, error: Exception) -> str:
-        """Return a sentence that says which rank failed and how. The method `_find_fault` first waits for at most
-        `GRACE_SECONDS` seconds, so that ranks that only lost contact with another rank can end by themselves."""
+        """Return a sentence that says which rank failed and how. `_find_fault` waits up to `GRACE_SECONDS` seconds,
+        until ranks that only lost contact have ended by themselves."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.read_exit() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
@@ -350,7 +342,7 @@ class OtherRanks:
 
 
 def _send(to: Sequence[Connection], what: object) -> None:
-    """Send an object through each pipe to another rank; raise `RankLost` if the process at the other end has ended."""
+    """Send an object to other ranks by pipes; raise `RankLost` if one of their processes has ended."""
     try:
         for pipe in to:
             pipe.send(what)

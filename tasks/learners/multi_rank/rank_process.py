@@ -1,14 +1,13 @@
-"""The process of every rank except the first. The process of a rank executes the commands that the first rank sends.
+"""The process of a rank other than the first, which executes the commands of the first rank.
 
     orders --> load files or train on a batch, both sent by the first rank             --> next order
     requests for files --> send shards of a file or store the file, even during a step --> next request
 
-- The rank's process ends when the first rank's process (its owner) ends, even if the rank's process is suspended by
-  SIGSTOP. The rank's process is forked from a fork server that ends with the owner. When the fork server ends, the
-  kernel kills the rank's process.
-- A rank sends no answer to a command, because the first rank computes the result of each train step itself. If a rank
-  fails, it writes the reason to the TCP store and ends. If a rank loses contact with the other ranks, it ends with the
-  exit code `LOST`.
+- The process ends when the process of the first rank ends, even if it is suspended by SIGSTOP. The kernel kills the
+  process when the fork server ends, and the fork server ends together with the first rank.
+- A command has no answer, because the first rank computes the result of each train step itself. If a rank fails, it
+  writes the reason to the TCP store and ends. If a rank loses contact with the other ranks, it ends with the exit code
+  `LOST`.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def learner_of(config: TrainBase) -> type[TorchLearner]:
 def run_rank(
     rank: int, meeting: Meeting, pipes: Pipes, config: TrainBase, start: LearnerStart, ear: socket.socket
 ) -> None:
-    """Run a rank in a forked process; send the process's warnings to the socket `ear`."""
+    """Run a rank in a forked process; warnings are sent to the socket `ear`."""
     _end_with_owner()
     _name_process(name := f"rank {rank} of {config.ranks}")
     send_to(ear, name, rank)
@@ -117,14 +116,15 @@ def run_rank(
 
 
 def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: TrainBase, start: LearnerStart) -> None:
-    """Execute the commands of the first rank until the first rank's process ends. `host` is the address at which the
-    other ranks reach this machine."""
+    """Execute the commands of the first rank until the first rank's process ends. `host` is the address of this machine
+    for the other ranks."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
     with _exit_on_error(store, rank):
-        # The learner is created without weights, because the first rank sends weights and state.
+        # The learner starts without weights, because the first rank sends weights and state.
         learner = learner_of(config).create(config, replace(start, blank=True))
         store.set(ready_key(rank), "")
-        while not store.check([MEET]):  # the first rank still reads its weights; it ends too long a wait
+        # the first rank still reads its weights, and reports an error if this takes too long
+        while not store.check([MEET]):
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_serve_files, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
@@ -138,7 +138,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
 def _read_pipe(pipe: Connection) -> Any:
     """Return the next command or request of the first rank; raise `OwnerGone` if the pipe is closed.
 
-    Errors of the rank's own work never have the type `OwnerGone`, so that they are not mistaken for a closed pipe.
+    Only a closed pipe raises `OwnerGone`, so that errors of the rank's own work are not mistaken for it.
     """
     try:
         return pipe.recv()
@@ -158,7 +158,7 @@ def _serve_files(store: Store, learner: TorchLearner, asked: Connection, obeyed:
             data = learner.gather(ask.file, ask.to)
             if ask.to == ranks.rank:
                 Thread(target=_stage, args=(store, ranks, ask, data), daemon=True).start()
-            del data  # free the file's memory while this thread waits for the next request
+            del data  # free the memory of the file while this thread waits for the next request
 
 
 def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
@@ -170,7 +170,7 @@ def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
 
 @contextlib.contextmanager
 def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
-    """Run the block. If the `with` block raises an error, end the process with the exit code for that error."""
+    """Run a block; if it raises an error, end the process with the exit code for the error."""
     try:
         yield
     except OwnerGone:
@@ -178,9 +178,9 @@ def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
     except RankLost:
         with contextlib.suppress(RuntimeError):
             store.set(gone_key(rank), "")
-        os._exit(LOST)  # end at once; the first rank looks for the cause among ranks with other exit codes
+        os._exit(LOST)  # the first rank looks for the cause at ranks with other exit codes
     except Exception as error:  # noqa: BLE001 - the first rank reports any error
-        with contextlib.suppress(RuntimeError):  # if the TCP store is gone, no rank can read the reason
+        with contextlib.suppress(RuntimeError):  # without the TCP store, no rank can read the reason
             store.set(failed_key(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
@@ -202,7 +202,7 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
             learner.take(weights, state)  # load each file as soon as it arrives
             learner.width, learner.blank = order.width, False
         case TrainStep():
-            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises the same error, and reports it
+            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises and reports the same error
                 batch = TrajectoryBatch.from_bytes(bytes(receive_data(ranks, order.size)))
                 learner.step(batch, order.version, partial(follow_first_rank, ranks))
 
@@ -251,17 +251,16 @@ def failed_key(rank: int) -> str:
 
 
 def _end_with_owner() -> None:
-    """Make this process end when the first rank's process ends, and ignore SIGINT, which the first rank's process
-    handles."""
+    """Make this process end with the process of the first rank, and ignore SIGINT, which the first rank handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The fork server ends when no process has this pipe open, so this process must close its copy.
+    # The fork server ends when no process has this pipe open, so this process closes its copy.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 
 def _name_process(name: str) -> None:
-    """Set the process name that the program `top` shows. The kernel keeps only the first 15 bytes of the name."""
+    """Set the process name that the program `top` shows. The kernel keeps the first 15 bytes of the name."""
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_NAME, name.encode())
 

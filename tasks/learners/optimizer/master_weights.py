@@ -1,17 +1,13 @@
-"""Master weights: float32 copies of a policy's weights of a shorter data type. The optimizer updates the master
-weights.
+"""Master weights: float32 copies of policy weights that have a shorter data type. The optimizer updates the master
+weights (Micikevicius et al. 2018, Mixed precision training).
 
-A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 updates of a bfloat16 weight are smaller
-than half the rounding step of the weight, so rounding would lose these updates. The optimizer updates float32 master
-weights (Micikevicius et al. 2018, Mixed precision training). The policy's weights are the master weights rounded to
-bfloat16.
+At a learning rate of 1e-6, rounding to bfloat16 would lose 99 of 100 updates of a weight, because they are smaller than
+half a rounding step. The policy's weights are the master weights, rounded to bfloat16.
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 
-- After `publish` was called, each weight of the policy equals its master weight, rounded to the policy's data type.
-- If other code (such as a cold start) has changed a weight of the policy, `follow` sets the master weight to the
-  weight's value.
-- If master weights are not used, the optimizer updates the policy's own parameters, and nothing is copied.
+- If other code, such as a cold start, changes a weight of the policy, `follow` copies the value to the master weight.
+- Without master weights, the optimizer updates the policy's own parameters, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ class MasterWeights:
     """The parameters that the optimizer updates: float32 master weights, or the policy's own parameters."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], *, wide: bool) -> None:
-        """Set up the parameters. If `wide` is set, the optimizer updates float32 master weights, unless all parameters
-        are already float32."""
+        """Set up the parameters; with `wide`, the optimizer updates float32 master weights, unless all parameters are
+        float32."""
         self._policy = dict(given)
         self.wide = wide and any(parameter.dtype != torch.float32 for parameter in self._policy.values())
         self.parameters = {
@@ -37,14 +33,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def begin(self, but: Collection[str] = ()) -> None:
-        """Set the master weights to the policy's weights, except the master weights whose names are in `but`."""
+        """Set the master weights to the policy's weights, except for the names in `but`."""
         for name in self._policy.keys() - set(but) if self.wide else ():
             self.parameters[name].copy_(self._policy[name])
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Replace each master weight by the policy's weight if rounding the master weight does not give the policy's
-        weight."""
+        """Replace each master weight that does not round to the policy's weight by the policy's weight."""
         for parameter, master in self._pairs():
             torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
 

@@ -14,8 +14,8 @@ from rollflow.tasks.objectives.rows import BatchRows
 
 
 def check_batch(data: BatchRows, version: int) -> None:
-    """Raise `NotFinite` if a log-prob or a reward of the batch is a NaN or an infinity. An objective might hide such a
-    value by clipping."""
+    """Raise `NotFinite` if a log-prob or a reward of the batch is a NaN or an infinity, which an objective might hide
+    by clipping."""
     made_by = {"a log-prob": (data.behaviour, "engine"), "a reward": (data.rewards, "verifier")}
     for name, (values, maker) in made_by.items():
         wrong = values[~np.isfinite(values)]
@@ -27,8 +27,8 @@ def check_batch(data: BatchRows, version: int) -> None:
 
 
 def check_figures(figures: Mapping[str, float], version: int, key: str = "train.learning_rate") -> None:
-    """Raise `NotFinite` if a metric of an update, such as the loss, is a NaN or an infinity. Call this function before
-    the optimizer step."""
+    """Raise `NotFinite` if a metric of an update, such as the loss, is a NaN or an infinity. `check_figures` must be
+    called before the optimizer step."""
     for name, value in figures.items():
         if not np.isfinite(value):
             cure = f"{AGAIN} and a lower {key}"
@@ -38,8 +38,7 @@ def check_figures(figures: Mapping[str, float], version: int, key: str = "train.
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return True if no element of a tensor is a NaN or an infinity. The function `all_finite` reads the tensor once,
-    without a copy."""
+    """Return True if no element of a tensor is a NaN or an infinity. The tensor is read once, without a copy."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

@@ -1,10 +1,7 @@
-"""The trained parameters of the policy or the critic, and the AdamW optimizer that trains them. The parameters and
-AdamW's state are saved and loaded as named tensors.
+"""The trained parameters of the policy or the critic, with the AdamW optimizer that trains them. Parameters and AdamW's
+state are saved and loaded as named tensors, such as "exp_avg/<parameter>".
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
-
-For each parameter that AdamW has updated, its moments (such as "exp_avg/<parameter>"), its number of steps and its
-master weight (if there is one) are saved.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter: num
 
 
 class TrainedTensors:
-    """The trained parameters `given`, by name, and the AdamW optimizer that trains them. See the module's docstring."""
+    """The trained parameters, by name, with the AdamW optimizer that trains them."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], config: TrainBase, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
@@ -38,7 +35,7 @@ class TrainedTensors:
         )
 
     def begin(self, rate: float) -> None:
-        """Prepare a policy version's first update: set the learning rate, and accept weights that other code has
+        """Prepare the first update of a policy version: set the learning rate, and accept weights that other code has
         changed."""
         self.trained.follow()
         for group in self.adamw.param_groups:
@@ -69,9 +66,9 @@ class TrainedTensors:
         }
 
     def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """Return placeholders of the tensors that should be saved for the parameters that `saved` mentions.
+        """Return placeholders of the tensors that should be saved for the parameters named in `saved`.
 
-        The placeholders have the right names, shapes and types, but arbitrary values.
+        Placeholders have the right names, shapes and types, but arbitrary values.
         """
         named = {name.partition("/")[2] for name in saved}
         one = torch.zeros(())
@@ -83,9 +80,9 @@ class TrainedTensors:
         }
 
     def load(self, given: Named) -> None:
-        """Replace the optimizer's state by tensors that the method `tensors` returned.
+        """Replace the optimizer's state by tensors that `tensors` returned.
 
-        The caller must have set the model's weights to the values that they had when `tensors` was called.
+        The model must already have the weights that it had when `tensors` was called.
         """
         self.adamw.state.clear()
         mastered = []
@@ -98,7 +95,7 @@ class TrainedTensors:
                 continue
             device = "cpu" if key == "step" and not self.fused else trained.device
             self.adamw.state[trained][key] = value.to(device, copy=True)
-            del value  # free the file's memory before the next file is read
+            del value  # free the memory of the file before the next file is read
         self.trained.begin(mastered)
 
 
@@ -110,11 +107,9 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
 
 
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
-    """Raise `Corrupt` if a file name begins with none of the prefixes `stems`, or if a file of a required prefix is
-    missing.
+    """Raise `Corrupt` if a file name has none of the prefixes `stems`, or if a prefix has no file.
 
-    `saved` names the saved tensors of the policy, which exist only after the first update. Before the first update, the
-    critic and the reference policy store nothing.
+    A missing prefix is accepted before the first update, when the critic and the reference policy store nothing.
     """
     strange = sorted(name for name in files if not name.startswith(tuple(stems)))
     begun = any(name.startswith(MOMENTS) for name in saved)

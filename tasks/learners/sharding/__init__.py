@@ -1,2 +1,1 @@
-"""Learners whose weights, gradients and AdamW moments are sharded across ranks. Two backends implement the interface
-for sharding: FSDP2 and DeepSpeed."""
+"""Learners whose weights, gradients and AdamW moments are sharded across ranks, by FSDP2 or DeepSpeed."""

@@ -4,9 +4,8 @@ request.
     put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> gather_weight, gather_tensor
 
 - All ranks must call the methods of a sharding backend in the same order.
-- Gathered tensors have the same names, shapes and types as in a learner with one rank (`TrainedTensors`). Tensors are
-  gathered one at a time. Every rank sends its shard of a tensor to the rank that stores the tensor. Only the storing
-  rank holds the whole tensor.
+- Gathered tensors have the same names, shapes and types as in a learner with one rank (`TrainedTensors`). A tensor is
+  gathered on one rank, and no other rank holds the whole tensor.
 - A new sharding backend starts with the current values of the parameters and without gradients.
 """
 
@@ -26,8 +25,8 @@ from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS, T
 
 
 class AnyForward(nn.Module):
-    """A torch module whose forward pass calls the function that is passed to it. A sharding backend wraps this module,
-    so that the decoder, the output head and the loss run in one forward pass."""
+    """A torch module whose forward pass calls the function that is passed to it. Wrapping the decoder, the output head
+    and the loss in one module lets a backend run them in one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,8 +38,7 @@ class AnyForward(nn.Module):
 
 
 class ShardingBackend(TrainedTensors):
-    """Trained parameters whose values, gradients and AdamW moments are sharded over ranks. See the module's
-    docstring."""
+    """Trained parameters whose values, gradients and AdamW moments are sharded over ranks."""
 
     def __init__(  # does not call the constructor of `TrainedTensors`, because subclasses create AdamW themselves
         self, model: nn.Module, config: TrainBase, ranks: GlooRanks
@@ -54,32 +52,29 @@ class ShardingBackend(TrainedTensors):
         self.wide = config.master_dtype == "float32" and any(kind != torch.float32 for kind in self.types.values())
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
-        """Call the function `of` and return its result. While `of` uses the model's weights, the weights are gathered
-        from all ranks."""
+        """Call `of` and return its result; the weights that `of` uses are gathered from all ranks."""
         raise NotImplementedError
 
     def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
-        """Run each function of `passes` forward and backward, add up the gradients over all ranks, and return the
+        """Run each function of `passes` forward and backward, and add up the gradients over all ranks; return the
         losses of this rank."""
         raise NotImplementedError
 
     def put(self, name: str, weight: Tensor) -> None:
-        """Set a parameter to the whole tensor `weight`. The caller must call `load` afterwards, unless the caller is
-        `load` itself."""
+        """Set a parameter to the whole tensor `weight`. The caller must call `load` afterwards."""
         raise NotImplementedError
 
     def list_changed(self) -> Sequence[str]:
-        """Return the names of the parameters that AdamW has updated; the result is the same on each rank."""
+        """Return the names of the parameters that AdamW has updated, the same on each rank."""
         raise NotImplementedError
 
     def count_steps(self, name: str) -> Tensor:
-        """Return how many optimizer steps AdamW has taken on the parameter `name`, which AdamW has updated at least
-        once."""
+        """Return the number of optimizer steps that AdamW has taken on the parameter `name`."""
         raise NotImplementedError
 
     def own(self, name: str, key: str | None) -> Tensor:
-        """Return this rank's shard of the AdamW moment `key`, without a copy. If `key` is None, return the shard of the
-        trained parameter."""
+        """Return this rank's shard of the AdamW moment `key`, or of the trained parameter if `key` is None, without a
+        copy."""
         raise NotImplementedError
 
     def locate_shard(self, name: str) -> tuple[int, int]:
@@ -92,11 +87,11 @@ class ShardingBackend(TrainedTensors):
         return _view_piece(whole, *self.locate_shard(name)).view_as(self.own(name, None))
 
     def gather_weight(self, name: str, to: int) -> Tensor:
-        """Gather a parameter on rank `to`. On all ranks except `to`, the result is an empty tensor."""
+        """Gather a parameter on rank `to`; on other ranks, return an empty tensor."""
         return self._gather(name, None, self.types[name], to)
 
     def gather_everywhere(self) -> dict[str, Tensor]:
-        """Gather all parameters on every rank. Do not call `gather_everywhere` during a train step."""
+        """Gather all parameters on every rank. All ranks must call `gather_everywhere`, and not during a train step."""
         return {name: self._gather_everywhere(name).to(kind) for name, kind in self.types.items()}
 
     def _gather_everywhere(self, name: str) -> Tensor:
@@ -112,8 +107,8 @@ class ShardingBackend(TrainedTensors):
         }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather one of the saved tensors on rank `to`. On all ranks except `to`, the result is an empty tensor, or the
-        number of optimizer steps."""
+        """Gather a saved tensor on rank `to`; on other ranks, return an empty tensor, or the number of optimizer
+        steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.count_steps(name)
@@ -121,9 +116,9 @@ class ShardingBackend(TrainedTensors):
         return self._gather(name, None if key == MASTER else key, kind, to)
 
     def check_finite(self, weight: str = "") -> dict[str, bool]:
-        """Return for each parameter and AdamW moment, by name, whether this rank's shard is free of NaN and infinity.
+        """Return, for each parameter and AdamW moment, whether this rank's shard is free of NaN and infinity.
 
-        Each rank returns the same names of parameters and moments. `weight` is a prefix for the names of parameters.
+        All ranks return the same names; `weight` is a prefix for the names of parameters.
         """
         found = {f"{weight}{name}": all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
         keys = [(key, name) for key in MOMENTS[1:] for name in self.list_changed()]
@@ -147,12 +142,11 @@ class ShardingBackend(TrainedTensors):
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
         self.ranks.beside.gather_to(to, own, [_view_piece(found, *place) for place in places])
-        return found.add_(0.0)  # turn -0 into +0, so that replays of recorded runs give the same bits
+        return found.add_(0.0)  # -0 is turned into +0, so that replays of recorded runs give the same bits
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:
-        """Offset and size of every rank's shard of each parameter. All ranks must read this property at the same
-        time."""
+        """Offset and size of every rank's shard of each parameter. All ranks must read `_places` at the same time."""
         assert self.ranks.beside is not None
         found = torch.zeros(self.ranks.count, len(self.types), 2, dtype=torch.int64)
         found[self.ranks.rank] = torch.tensor([self.locate_shard(name) for name in self.types])
@@ -160,7 +154,7 @@ class ShardingBackend(TrainedTensors):
         return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
     def _put_master(self, name: str, own: Tensor) -> None:
-        """Set this rank's shard of a master weight to `own`, except where rounding `own` does not give the parameter's
+        """Set this rank's shard of a master weight to `own`, except where `own` does not round to the parameter's
         value."""
         kind, now = self.types[name], self.own(name, None)
         own = own.to(now.device)

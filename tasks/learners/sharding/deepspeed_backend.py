@@ -1,8 +1,7 @@
-"""DeepSpeed's ZeRO 1 shards AdamW moments, ZeRO 2 also shards gradients, and ZeRO 3 also shards weights.
+"""DeepSpeed's ZeRO 1 shards AdamW moments, ZeRO 2 also gradients, and ZeRO 3 also weights.
 
-DeepSpeed adds up gradients over ranks, clips gradients, and takes optimizer steps. Checkpoints are safetensors files,
-not files in DeepSpeed's own format. A rank's shard of a tensor is a contiguous piece of the flattened tensor. A rank
-may have no shard of a tensor. To gather a tensor, the shard of each rank is copied to its position in the whole tensor.
+DeepSpeed adds up and clips gradients, and takes optimizer steps; checkpoints are safetensors files. A rank's shard of a
+tensor is a contiguous piece of the flattened tensor, or nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
 
-# DeepSpeed compiles its operation for sums over processes at the first use of the operation.
+# name of DeepSpeed's operation for sums over processes, which is compiled at its first use
 SHARED_MEMORY = "deepspeed_shm_comm"
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that DeepSpeed uses. A process can have only one DeepSpeed process group, so an earlier
-    group is destroyed."""
+    """Create the process group of DeepSpeed; an earlier group is destroyed, because a process can have only one."""
     backend = begin_backend(device, ranks.host, blocking=False)
     local = ranks.rank if device.type == "cpu" else 0  # a rank sees only its own GPU
     os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": ranks.host, "MASTER_PORT": "0"}
@@ -47,8 +45,8 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 replaces `linear` in the whole process, which changes the order in which gradients arrive.
-    # ZeRO 2 adds up gradients in the order of arrival, so all ranks must use the original `linear`.
+    # ZeRO 3 replaces `linear` in the whole process, which would change the order in which ZeRO 2 adds up gradients. All
+    # ranks must use the original `linear`.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
@@ -75,7 +73,7 @@ class DeepSpeedTensors(ShardingBackend):
     def run(self, of: Callable[[], Tensor]) -> Tensor:
         """See `ShardingBackend`."""
         if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
-            order._invalidate_trace()  # each pass may run modules in a different order
+            order._invalidate_trace()  # a pass may run modules in another order than the previous pass
         found: Tensor = self.engine(of)
         return found
 
@@ -113,14 +111,14 @@ class DeepSpeedTensors(ShardingBackend):
         self._dirty = False
 
     def clip(self) -> float:
-        """Return the gradient's norm. The method `apply` scales the gradient down later."""
+        """Return the norm of the gradient; `apply` scales the gradient down later."""
         if not self._dirty:
             return 0.0
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         zeroed = self.zeroed
         norm = zeroed.scaled_global_norm() if self.zero < 3 else combine_grad_norm_groups(zeroed._get_norm_groups())
-        # DeepSpeed returns -1 if the gradient's norm is a NaN or an infinity.
+        # DeepSpeed returns -1 if the norm is a NaN or an infinity.
         return float(norm) if norm >= 0 else float("nan")
 
     def apply(self) -> None:
@@ -171,7 +169,7 @@ class DeepSpeedTensors(ShardingBackend):
                 self._put_master(name, self.view_shard(name, value))
             else:
                 self.own(name, key).copy_(self.view_shard(name, value))
-            del value  # free the file's memory before the next file is read
+            del value  # free the memory of the file before the next file is read
         for flat, of_flat in kept.items():
             of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
 
@@ -183,10 +181,10 @@ class DeepSpeedTensors(ShardingBackend):
         return found
 
     def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
-        """Return the position of this rank's shard of a parameter; None if the rank has no shard of the parameter.
+        """Return the position of this rank's shard of a parameter, or None if the rank has no shard of it.
 
-        The returned position has four parts: a tensor of `_flats`, the shard's offset in this tensor, the shard's
-        offset in the parameter, and the shard's number of elements.
+        The position has four parts: a tensor of `_flats`, the shard's offset in the tensor, its offset in the
+        parameter, and its number of elements.
         """
         parameter: Any = self.given[name]
         if self.zero < 3:
@@ -204,7 +202,7 @@ class DeepSpeedTensors(ShardingBackend):
     def _put_policy(self, parameter: Any, value: Tensor) -> None:
         """Set a parameter of the model to `value`.
 
-        With ZeRO 3, only this rank's shard of the parameter is set, but a small parameter is also set as a whole.
+        With ZeRO 3, only this rank's shard is set, but a small parameter is also set as a whole.
         """
         if self.zero < 3:
             parameter.copy_(value)
@@ -219,8 +217,7 @@ class DeepSpeedTensors(ShardingBackend):
 def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
     """Return the DeepSpeed options that rollflow sets.
 
-    DeepSpeed's bfloat16 mode is off, because that mode would change the optimizer of ZeRO 1. Parameters keep their
-    type.
+    DeepSpeed's bfloat16 mode is off, because it would change the optimizer of ZeRO 1.
     """
     return {
         "train_batch_size": config.ranks,
@@ -244,6 +241,6 @@ def _offload_options(config: DeepSpeedTrain) -> dict[str, Any]:
 
 
 def merge_options(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of options. If both trees have a key, the value in `own` is used."""
+    """Merge two trees of options; a value in `own` replaces a value in `given`."""
     inner = {n: merge_options(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
     return {**given, **own, **inner}

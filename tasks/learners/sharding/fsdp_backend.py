@@ -1,15 +1,14 @@
-"""Sharding by torch's FSDP2: each rank keeps some rows of each parameter matrix, of its gradient and of its AdamW
-moments.
+"""Sharding by torch's FSDP2: each rank keeps some rows of each parameter, of its gradient and of its AdamW moments.
 
     a layer: gather --> forward --> reshard
              gather --> backward --> reshard; the layer's gradient is reduced over ranks and sharded
 
-- Memory holds at most two gathered layers at a time, and the output head, which may be tied to the embeddings.
-- AdamW updates FSDP's shards in place. If master weights are used, the shards are the float32 master weights, and
-  gathered weights are rounded to the policy's data type.
+- Memory holds at most two gathered layers at a time, and the output head.
+- AdamW updates the shards in place. With master weights, the shards are float32, and gathered weights are rounded to
+  the policy's data type.
 - Gradients are added up in float32 after each backward pass.
-- A shard consists of rows of a parameter's first dimension. Each rank has the same number of rows, except that the last
-  ranks may have fewer rows, or none. A gathered tensor has the rows of all shards in the order of the ranks.
+- A shard consists of rows of a parameter's first dimension. All ranks have the same number of rows, but the last ranks
+  may have fewer rows, or none.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from rollflow.tasks.learners.sharding.fsdp_cpu_patch import patch_all_gather
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that FSDP uses. A process can have only one process group for FSDP, so an earlier group
-    is destroyed."""
+    """Create the process group of FSDP; an earlier group is destroyed, because a process can have only one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
@@ -50,7 +48,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
 
 
 class FsdpTensors(ShardingBackend):
-    """The parameters of `model`, sharded by FSDP2. The attribute `trained` contains this rank's shards."""
+    """The parameters of `model`, sharded by FSDP2; `trained` contains the shards of this rank."""
 
     def __init__(self, model: nn.Module, config: TrainBase, ranks: GlooRanks) -> None:
         super().__init__(model, config, ranks)
@@ -125,8 +123,7 @@ class FsdpTensors(ShardingBackend):
             self._put_master(name, own)
 
     def _split_off_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards of the saved tensors, except master weights. Shards of master weights are put into
-        `masters`."""
+        """Yield this rank's shards of the saved tensors; shards of master weights are put into `masters` instead."""
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
@@ -134,10 +131,10 @@ class FsdpTensors(ShardingBackend):
                 masters[name] = self.view_shard(name, value).clone()
             else:
                 yield saved, value if key == "step" else self.view_shard(name, value)
-            del value  # free the file's memory before the next file is read
+            del value  # free the memory of the file before the next file is read
 
     def _shard_model(self) -> Any:
-        """Shard the model with FSDP: first modules of an unusual data type, then layers and separate modules, then all
+        """Shard the model with FSDP: first modules of another data type, then layers and separate modules, then the
         other parameters."""
         root = AnyForward(self._model).eval()
         device = next(self._model.parameters()).device
@@ -158,14 +155,13 @@ class FsdpTensors(ShardingBackend):
         for parameter in given if self.wide else ():
             parameter.data = parameter.data.float()
         cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # Gradients are added and not averaged, because losses are weighted over the whole minibatch.
+        # Gradients are added up instead of averaged, because losses are weighted over the whole minibatch.
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         patch_all_gather(cut)
 
     def _own_shards(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards of the parameters by name. If `of_gradients` is set, yield the shards of the
-        gradients that exist."""
+        """Yield this rank's shards of the parameters, or with `of_gradients` of the gradients that exist, by name."""
         for name, parameter in self._model.named_parameters():
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:
@@ -173,12 +169,11 @@ class FsdpTensors(ShardingBackend):
 
 
 def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    """Return modules outside the decoder's layers that FSDP can gather alone: norms, and embeddings that are not tied
-    to the output head.
+    """Return modules outside the layers that FSDP can gather alone: norms, and embeddings that are not tied to the
+    output head.
 
-    The largest parameter that is not gathered alone is the weight of the output head. The module `policies/head.py`
-    reads the output head's weight outside the head's forward pass, so FSDP cannot gather the head alone. A module with
-    child modules cannot be gathered alone, because the parameters of its children would be gathered twice.
+    The output head cannot be gathered alone, because its weight is read outside its forward pass (`policies/head.py`).
+    A module with child modules cannot be gathered alone, because its children would be gathered twice.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]
@@ -190,8 +185,8 @@ def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module
 
 
 def _other_type_modules(model: nn.Module) -> list[nn.Module]:
-    """Return modules whose own parameters do not have the model's most frequent data type. All parameters of an FSDP
-    group must have one type."""
+    """Return modules whose parameters do not have the most frequent data type, because an FSDP group must have one
+    type."""
     kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
     every = [kind for found in kinds.values() for kind in found]
     most = max(every, key=every.count)

@@ -2,13 +2,11 @@
 
     torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
-- All ranks run the same number of forward and backward passes, because ranks exchange shards in each pass. A rank with
-  fewer micro-batches than other ranks runs a row whose loss is multiplied by zero.
-- A sharded learner starts with a whole model, so that a cold start (supervised training) can train the model. The model
-  is sharded before the first train step or load. The learner's weights and state are then sent file by file, and each
-  rank keeps only its own shards.
-- Stored files have the same tensor names and shapes as the files of `TorchLearner`, so they do not depend on the number
-  of ranks. A file is gathered when the file is read, on the rank that will store the file.
+- All ranks run the same number of passes, because ranks exchange shards in each pass. A rank with fewer micro-batches
+  than other ranks runs an extra row whose loss is multiplied by zero.
+- The model is sharded before the first train step or load, so that a cold start (supervised training) can train the
+  whole model.
+- Stored files are the same as those of `TorchLearner`, so they do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Stored = dict[str, dict[str, dict[str, Tensor]]]  # file name prefix -> file nam
 
 
 class ShardedPolicy(TrainedPolicy, ShardingBackend):
-    """A policy whose parameters are sharded over ranks. A subclass also derives from a sharding backend."""
+    """A policy whose parameters are sharded over ranks; a subclass also derives from a sharding backend."""
 
     def __init__(self, model: Any, config: TrainBase, ranks: GlooRanks) -> None:
         self.model = model
@@ -80,8 +78,8 @@ class ShardedCritic(Critic):
     optimized: ShardingBackend
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
-        """Use the sharding backend `engine` for the critic's parameters from now on. Until `shard` is called, the
-        critic reads the weights of the unsharded policy."""
+        """Shard the parameters of the critic with `engine`. Before `shard` is called, the critic reads the weights of
+        the unsharded policy."""
         self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
         self.optimized = engine
@@ -99,7 +97,7 @@ class ShardedCritic(Critic):
     def values(self, micro: MicroBatch) -> Tensor:
         """See `Critic`."""
         if torch.is_grad_enabled():
-            return super().values(micro)  # the caller already runs this method inside a pass of the sharding backend
+            return super().values(micro)  # the caller already runs inside a pass of the sharding backend
         return self.optimized.run(lambda: Critic.values(self, micro))
 
     def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
@@ -129,7 +127,7 @@ class ShardedCritic(Critic):
 
 
 class ShardedLearner(TorchLearner):
-    """A learner whose models are sharded over ranks. A subclass defines which sharding backend is used."""
+    """A learner whose models are sharded over ranks; a subclass chooses the sharding backend."""
 
     engine: type[ShardingBackend]
     engine_of_policy: type[ShardedPolicy]
@@ -139,15 +137,14 @@ class ShardedLearner(TorchLearner):
     can_shard = True
 
     def begin_group(self) -> None:
-        """Create the process group that the sharding backends use. A process can have only one process group for
-        sharding, so an earlier group is destroyed."""
+        """Create the process group of the sharding backends; an earlier group is destroyed, because a process can have
+        only one."""
         raise NotImplementedError
 
     def shard(self) -> None:
         """Shard the policy and the critic over the ranks; the caller must call `take` next.
 
-        All ranks must call the method `shard` at the same time. After the models are sharded, all ranks take part in
-        every operation on them.
+        All ranks must call `shard` at the same time.
         """
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
@@ -206,11 +203,11 @@ class ShardedLearner(TorchLearner):
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
     def gather(self, file: str, to: int) -> Data:
-        """Gather a weight or state file on rank `to`. All other ranks send their shards of the file to rank `to`."""
+        """Gather a weight or state file on rank `to`."""
         return self._file(self._list_stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return for each weight and state file its size in bytes, and whether any rank can store the file."""
+        """Return for each weight and state file its size in bytes, and whether any rank can store it."""
         return {
             file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_is_sharded, shard.values())))
             for stem, shards in self._list_stored().items()
@@ -231,8 +228,8 @@ class ShardedLearner(TorchLearner):
         raise KeyError(file)
 
     def _list_stored(self) -> Stored:
-        """Return the tensors that are stored for a policy version, by file name prefix and file. Sharded tensors have
-        no values (torch's "meta" device)."""
+        """Return the tensors that are stored for a policy version, by file name prefix and file. Sharded tensors are on
+        torch's "meta" device, without values."""
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
@@ -263,8 +260,8 @@ class ShardedLearner(TorchLearner):
         return found_B
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield the same number of micro-batches on each rank, each with a flag. The flag is False for a micro-batch
-        that is added only to make the numbers equal, and whose loss does not count."""
+        """Yield the same number of micro-batches on each rank; the flag is False for an extra micro-batch whose loss
+        does not count."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)
@@ -275,8 +272,7 @@ class ShardedLearner(TorchLearner):
             yield micro, number < len(own)
 
     def _shortest_row(self, data: BatchRows) -> MicroBatch:
-        """Return a micro-batch of one row: the row with the fewest tokens with loss mask 1, but at least one such
-        token."""
+        """Return a micro-batch of one row, the row with the fewest (but at least one) tokens with loss mask 1."""
         row = min(
             range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
         )
@@ -284,9 +280,9 @@ class ShardedLearner(TorchLearner):
 
 
 class ShardedUpdates(Updates):
-    """The updates of a sharded learner. Each micro-batch needs one forward and one backward pass of the whole model.
+    """The updates of a sharded learner, with one forward and one backward pass of the whole model per micro-batch.
 
-    If the logits of a micro-batch do not fit one chunk, the backward pass recomputes the logits.
+    Logits of more than one chunk are recomputed in the backward pass.
     """
 
     roles: ShardedLearner
@@ -311,7 +307,7 @@ class ShardedUpdates(Updates):
         return figures
 
     def _pass(self, micro: MicroBatch, weight_R: Tensor, observation: ObservationLoss | None, counts: bool) -> Tensor:
-        """Return the loss of a micro-batch. If the argument `counts` is False, the loss and its gradient are zero."""
+        """Return the loss of a micro-batch; if `counts` is False, loss and gradient are zero."""
         [kept] = self.drop_idle([micro]) if counts else [micro]
         inputs = micro.inputs(self.device, self.roles.dtype)
         if not counts:
@@ -343,5 +339,5 @@ class ShardedUpdates(Updates):
 
 
 def _is_sharded(stored: Tensor) -> bool:
-    """Return True if a stored tensor is sharded. Each rank has a full copy of a tensor that is not sharded."""
+    """Return True if a stored tensor is sharded instead of copied to each rank."""
     return stored.device.type == "meta"
