@@ -1,7 +1,6 @@
-"""Builds inference engines.
+"""Builds inference engines; `base` has the contract of all engines.
 
-The module `base` has the contract of all engines, and each backend has a module of its own. `build_engine` imports only
-the engine backend that the config names.
+`build_engine` imports only the engine backend that the config names.
 """
 
 from __future__ import annotations

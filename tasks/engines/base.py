@@ -1,24 +1,23 @@
 """Defines the contract of inference engines, which generate tokens with the weights of one policy version at a time.
 
-Every engine gives the guarantees of this list, which `tests/contracts/test_engines.py` tests.
+`tests/contracts/test_engines.py` tests the guarantees of all engines:
 
-- Every token of a response has its log-probability under the distribution from which the token was sampled. The
-  temperature is already applied. Every token also has the policy version whose weights produced the token. Within a
-  response, the policy versions of the tokens never decrease.
-- An engine generates no token between `suspend` and `resume`. After `suspend("continue")` running requests keep their
-  tokens and continue after `resume`; after `suspend("restart")` running requests end as `ABORTED`.
-- After `update(v, weights)` every new token is computed with `weights` and labelled with the policy version `v`. A
-  prompt that arrives after a weight update uses no attention state (KV cache) of older weights.
-- `abort` ends a request immediately: the request's `generate` returns the tokens generated so far, with the stop reason
+- Each token has its log-probability after temperature is applied, and the policy version whose weights produced it.
+  Within a response, the policy versions of the tokens never decrease.
+- An engine generates no token between `suspend` and `resume`. Running requests continue after `suspend("continue")` and
+  `resume`; `suspend("restart")` ends them as `ABORTED`.
+- After `update(v, weights)`, every new token is computed with `weights` and has the policy version `v`. A prompt that
+  arrives after a weight update uses no KV cache of older weights.
+- `abort` ends a request immediately: its `generate` returns the tokens generated so far, with the stop reason
   `ABORTED`.
-- A response ends with the stop reason `STOP` at the token that completes one of the request's stop strings. The stop
-  string stays in the response, and may begin in the response's prefix.
-- An engine that cannot read a part of a prompt refuses the request with a `ConfigError` that names the part.
-- A request with a `prefix` continues the response after the prefix, and does not sample the prefix again.
-- A dead engine raises `EngineFailed` from every call, including calls that are already waiting. Only the method
-  `progress` still works on a dead engine, so that another engine can continue the requests.
+- A response ends with the stop reason `STOP` at the token that completes a stop string; the stop string stays in the
+  response.
+- An engine that cannot read a part of a prompt raises a `ConfigError` that names the part.
+- A request with a `prefix` continues after the prefix.
+- A dead engine raises `EngineFailed` from every call except `progress`, so that another engine can continue its
+  requests.
 
-An engine starts without trained weights. The first call of `update` loads the weights of policy version 0.
+An engine starts without trained weights; the first `update` loads the weights of policy version 0.
 """
 
 from __future__ import annotations
@@ -81,12 +80,10 @@ class TokenSpan:
 class GenerationRequest:
     """A request for one response.
 
-    A request with the same `seed` draws the same response. The repeated response is exactly the same on the
-    transformers engine, and the same up to rounding errors on a `seeded` vLLM engine. Temperature 0 means greedy
-    decoding, which takes the most probable token and reports its log-prob at temperature 1. `prefix` is the beginning
-    of the response, which another engine has already generated. The tokens of `prefix` count towards `max_new_tokens`
-    and are part of the result. A bit-reproducible engine continues `prefix` exactly as the engine that generated
-    `prefix` would have done.
+    Requests with equal `seed` draw the same response, exactly on the transformers engine, and up to rounding on a
+    `seeded` vLLM engine. Temperature 0 means greedy decoding, with log-probs at temperature 1. `prefix` is the
+    beginning of the response, which another engine has generated. Tokens of `prefix` count towards `max_new_tokens` and
+    are part of the result.
     """
 
     id: str
@@ -95,7 +92,7 @@ class GenerationRequest:
     temperature: float = 1.0
     seed: int | None = None
     prefix: TokenSpan = TokenSpan()
-    # stop strings, which are searched in the decoded response; the prefix contains no complete stop string
+    # stop strings, searched in the decoded response; the prefix contains no complete stop string
     stop: tuple[str, ...] = ()
     episode: str = ""  # name of the episode of which the request is a turn; empty if no other turn follows
     earlier: int = 0  # number of tokens at the end of `prompt` that earlier turns of the episode added
@@ -105,7 +102,7 @@ class GenerationRequest:
 class Generation:
     """The response to a generation request: tokens, their log-probs when sampled (nats), and their policy versions.
 
-    `cached` is the number of prompt and prefix tokens that the engine read from its prefix cache.
+    `cached` is the number of prompt and prefix tokens that came from the engine's prefix cache.
     """
 
     id: str
@@ -134,25 +131,25 @@ class WeightsSource(Protocol):
 
     @property
     def patience(self) -> float | None:
-        """Number of seconds that `weights` may wait for storage that does not answer; None means some minutes."""
+        """Number of seconds that `weights` may wait for storage that does not answer; None means a few minutes."""
 
     def weights(self, version: int) -> Path:
-        """Return a local folder that contains the weights of a policy version. Fetch missing weights first."""
+        """Return a local folder with the weights of a policy version; missing weights are fetched first."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """An inference engine. The docstring of the module `base` states what every inference engine guarantees."""
+    """An inference engine; the module's docstring lists its guarantees."""
 
     @property
     def version(self) -> int:
         """The policy version whose weights the engine uses; -1 before the first update."""
 
     async def start(self) -> None:
-        """Load the model's architecture. Return when the inference engine is ready for the first `update`."""
+        """Load the architecture of the model, until the engine is ready for the first `update`."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one response. Any number of calls may run concurrently."""
+        """Sample one response; any number of calls may run concurrently."""
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Abort the requests with these ids, and ignore unknown ids."""
@@ -160,18 +157,17 @@ class Engine(Protocol):
     async def suspend(self, in_flight: InFlight) -> None:
         """Stop generating.
 
-        Keep the running requests if `in_flight` is "continue", or abort the running requests if `in_flight` is
-        "restart".
+        With `in_flight = "continue"` running requests are kept; with "restart" they are aborted.
         """
 
     async def fetch(self, version: int, weights: Any) -> None:
         """Fetch weights to the engine's node while the engine generates, so that the next `update` takes less time."""
 
     async def update(self, version: int, weights: Any) -> None:
-        """Replace the engine's weights by the weights of policy version `version`. The engine must be suspended.
+        """Replace the weights of the suspended engine by those of policy version `version`.
 
-        `weights` is a folder of safetensors files with Hugging Face names. For an engine that may be on another node,
-        `weights` is a `WeightsSource`.
+        `weights` is a folder of safetensors files with Hugging Face names, or a `WeightsSource` for an engine on
+        another node.
         """
 
     async def resume(self) -> None:
@@ -180,8 +176,7 @@ class Engine(Protocol):
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
         """Compute the log-probability (in nats, at temperature 1) of each of tokens[1:], given the tokens before it.
 
-        A suspended engine can compute log-probabilities, too. Returns None if the engine has no model, as in a
-        simulation.
+        A suspended engine can compute log-probabilities, too. A simulated engine has no model and returns None.
         """
 
     def check(self) -> None:
@@ -190,8 +185,8 @@ class Engine(Protocol):
     def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         """Return the tokens generated for running requests, without the first `have[id]` tokens of request `id`.
 
-        `progress` includes the tokens of a request's prefix once the engine has computed them. `progress` of a dead
-        engine returns the tokens that were known when the engine died.
+        Tokens of a prefix are included once the engine has computed them. On a dead engine, `progress` returns the
+        tokens that were known when the engine died.
         """
 
     async def close(self) -> None:

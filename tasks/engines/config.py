@@ -65,12 +65,12 @@ class VllmEngineConfig(EngineBase):
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
 
-# vLLM raises lower temperatures to 0.01 and rejects temperatures above 2
+# vLLM raises lower temperatures to 0.01 and rejects temperatures above 2.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
 
 def check_temperature(key: str, temperature: float) -> None:
-    """Reject a sampling temperature that vLLM would silently change, so that the losses use the right temperature."""
+    """Reject a sampling temperature that vLLM would silently change."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         cure = (
             f"vLLM supports temperatures from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a "
@@ -89,9 +89,7 @@ class TransformersEngineConfig(EngineBase):
 
 
 class TimedEngineConfig(EngineBase):
-    """A simulated engine for tests and planning. The timed engine has the latency of a language model, and emits random
-    tokens.
-    """
+    """A simulated engine for tests and planning, which has the latency of a language model and emits random tokens."""
 
     kind: Literal["timed"] = Field(
         "timed", description="simulated engine without a model, which emits random tokens at a configured speed"

@@ -1,24 +1,20 @@
-"""Samples batches of responses from a Hugging Face model, so that no response depends on other requests in its batch.
+"""Samples batches of responses from a Hugging Face model, so that no response depends on other requests in its
+batch.
 
 The tokens and log-probs of a request depend, bit for bit, only on its prompt, max_new_tokens, temperature and seed, and
 on the weights, the number of threads and the type of GPU.
 
-Matrix kernels may round differently for different shapes. With a fixed shape, the result for a request (a row of the
-batch) does not depend on the other rows. Every forward pass of the model has one of two fixed shapes, prefill or
-decode. Whether a token is processed in prefill or in decode depends only on the token's own request.
+Matrix kernels may round differently for different shapes, so every forward pass has one of two fixed shapes, prefill or
+decode. Whether a token is processed in prefill or in decode depends only on its own request.
 
     prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded
     decode   R x 1   the newest token of each row; the results of idle rows are ignored
 
-The attention spans S keys, and the keys beyond a row's position are masked. S depends only on the request's own length.
-R, P and C depend on the device; on a GPU, R depends on S, too. On a GPU a pass of 256 rows takes no longer than a pass
-of 64 rows. The random numbers of a response come from a generator for that response, and the position of a token
-selects the token's random number. The tokens of a prefix go through the same shapes as on the engine that sampled the
-prefix. Prefix tokens of the current version go through decode, one by one. Prefix tokens of older versions go through
-prefill, because an update made the other engine recompute them in prefill.
+The attention spans S keys, where S depends only on the length of the request; keys beyond a row's position are masked.
+The random number of a token depends only on the seed of the request and the position of the token. Tokens of a prefix
+go through the same shapes as on the engine that sampled the prefix.
 
-The model and the attention state are on the device that `find_device()` returns. Random numbers come from CPU
-generators, whatever the device.
+Random numbers come from CPU generators, also on a GPU.
 """
 
 from __future__ import annotations
@@ -86,7 +82,7 @@ class RunningRow:
 
     @property
     def pending(self) -> int:
-        """Number of the request's known tokens that are not yet in the attention state (KV cache)."""
+        """Number of known tokens of the request that are not in the KV cache yet."""
         return len(self.known) - self.fed
 
     @property
@@ -94,9 +90,9 @@ class RunningRow:
         return self.fed < self.request.prompt.length or self.pending > 1
 
     def take(self, token: int, logprob: float, version: int) -> int:
-        """Append the prefix's next token, or `token` once the prefix is complete. Return the appended token.
+        """Append the next token of the prefix, or `token` after the prefix; return the appended token.
 
-        The list `versions` grows last, because another thread may read the request's lists in `progress`.
+        `versions` grows last, because another thread may read the lists in `progress`.
         """
         position, prefix = len(self.versions), self.request.prefix
         if position < len(prefix):
@@ -108,7 +104,7 @@ class RunningRow:
         return token
 
     def append_old_prefix(self, version: int) -> None:
-        """Append the prefix's first tokens that older policy versions sampled, so that prefill computes them."""
+        """Append the first tokens of the prefix, sampled by older policy versions, so that prefill computes them."""
         versions = self.request.prefix.versions
         while len(self.versions) < len(versions) and versions[len(self.versions)] != version:
             self.take(0, 0.0, 0)
@@ -120,9 +116,9 @@ class RunningRow:
         return TokenSpan.of(known, self.logprobs[:count], self.versions[:count])
 
     def progress(self) -> TokenSpan:
-        """Return all tokens of the response except the newest one, because the newest token may end the response.
+        """Return all tokens of the response except the newest one, which may end the response.
 
-        Any thread may call `progress`, because the request's lists only grow.
+        Any thread may call `progress`, because the lists only grow.
         """
         return self.take_first(max(0, len(self.versions) - 1))
 
@@ -131,7 +127,7 @@ class RunningRow:
 
 
 class AttentionRows:
-    """Requests that share a KV cache. Each row is free or taken, and all rows have the same number of keys."""
+    """Requests that share a KV cache, in which all rows have the same number of keys."""
 
     def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -149,17 +145,17 @@ class AttentionRows:
 
 
 class AttentionCache:
-    """KV cache that the model calls to store new keys and values, and to read the keys and values to attend to."""
+    """KV cache that the model calls to store new keys and values, and to read keys and values."""
 
     def __init__(self, group: AttentionRows, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
         """Prepare to write the new keys and values into the rows `into_N1`, and to attend to the rows `read_P`.
 
-        If `read_P` is None, the forward pass attends to all rows of the KV cache.
+        If `read_P` is None, the forward pass attends to all rows.
         """
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of one layer. Return all keys and values to attend to."""
+        """Store the new keys and values of one layer; return all keys and values to attend to."""
         return self._store(self._group.keys[layer], keys), self._store(self._group.values[layer], values)
 
     def _store(self, state: Tensor, new: Tensor) -> Tensor:
@@ -171,7 +167,7 @@ class AttentionCache:
 
 
 class FixedShapeSampler:
-    """Samples responses from a Hugging Face model. A sampler is not thread-safe: only one thread may use it."""
+    """Samples responses from a Hugging Face model; only one thread may use a sampler."""
 
     def __init__(self, policy_folder: Path, dtype: torch.dtype, slots: int, stop_ids: Iterable[int]) -> None:
         config = AutoConfig.from_pretrained(policy_folder)
@@ -187,14 +183,14 @@ class FixedShapeSampler:
             self._shape = ON_GPU
             fix_workspace()  # makes the engine use the same cuBLAS workspace as the learner
             turn_off_cudnn_attention()
-        with no_init_weights():  # the method `load` loads the weights later
+        with no_init_weights():  # `load` loads the weights later
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.tie_weights()  # transformers ties weights only when it initialises them
         self._model = model.eval().to(self._device)
         self._adds_mask = attention == "eager"
         # Older runs may have recorded prompts that are longer than `context_length` allows.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
-        self._head = LMHead(self._model, judged=False)  # not checked yet, because the weights are loaded later
+        self._head = LMHead(self._model, judged=False)  # not tested yet, because the weights are loaded later
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
@@ -220,7 +216,7 @@ class FixedShapeSampler:
         return row
 
     def abort(self, ids: Iterable[str] | None) -> list[Generation]:
-        """Abort these requests, or all requests if `ids` is None. Return the tokens that the requests have so far."""
+        """Abort these requests, or all requests if `ids` is None; return the tokens generated so far."""
         wanted = None if ids is None else frozenset(ids)
         ended = [row for row in self._queue if wanted is None or row.request.id in wanted]
         self._queue = deque(row for row in self._queue if row not in ended)
@@ -232,7 +228,8 @@ class FixedShapeSampler:
         return [row.build_generation(StopReason.ABORTED) for row in ended]
 
     def load(self, weights: Path) -> None:
-        """Replace the model's weights. The next generation steps recompute the attention state of running requests."""
+        """Replace the model's weights. The KV cache of running requests is computed again in the next generation
+        steps."""
         files = sorted(weights.glob("*.safetensors"))
         stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
         with torch.no_grad():
@@ -253,7 +250,7 @@ class FixedShapeSampler:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Generation]:
-        """Generate one token for every running request. Return the responses that ended."""
+        """Generate one token for every running request; return the responses that ended."""
         self._admit()
         ended: list[Generation] = []
         for group in self._list_groups():
@@ -293,7 +290,7 @@ class FixedShapeSampler:
         return span
 
     def _prefill(self, group: AttentionRows, rows: list[tuple[int, RunningRow]], version: int) -> list[Generation]:
-        """Process one chunk of known tokens for each request. After a request's last chunk, sample its next token."""
+        """Process one chunk of known tokens for each request; after its last chunk, sample the next token."""
         P, C = self._shape.P, self._shape.C
         tokens_PC = torch.zeros(P, C, dtype=torch.long)
         starts_P = torch.zeros(P, dtype=torch.long)
@@ -346,9 +343,9 @@ class FixedShapeSampler:
     def _sample(
         self, group: AttentionRows, hidden: Tensor, rows: list[tuple[int, int, RunningRow]], version: int
     ) -> list[Generation]:
-        """Sample a token for each row by inverse CDF. At temperature 0, take the most probable token.
+        """Sample a token for each row by inverse CDF, or take the most probable token at temperature 0.
 
-        Each element of `rows` is a request's index in `hidden`, its index in the KV cache, and the request itself.
+        Each element of `rows` has a request's index in `hidden`, its index in the KV cache, and the request.
         """
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)

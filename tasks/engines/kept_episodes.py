@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class KeptEpisodes:
-    """Maps each episode without a running request to its number of cached tokens. An episode without a name is never
+    """Maps each episode without a running request to its number of cached tokens; episodes without a name are not
     kept.
     """
 

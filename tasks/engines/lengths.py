@@ -1,11 +1,10 @@
-"""Draws response lengths for the timed engine. A length depends only on the prompt and the request's seed.
+"""Draws response lengths for the timed engine. A length depends only on the prompt and on the seed of the request.
 
     length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
 
 `z_prompt` and `z_sample` are standard normal numbers: one is drawn from the prompt's tokens, the other from the
-request's seed. So the values of z have correlation rho among the responses to one prompt; lognormal lengths have the
-same correlation of their logarithms. The quantile function belongs to a lognormal distribution with a given median, or
-to measured lengths.
+request's seed. Thus the logarithms of lognormal lengths of one prompt have correlation rho. The quantile function is
+that of a lognormal distribution, or of measured lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ PROMPTS_KEPT = 65536  # number of prompts for which the drawn number is cached
 
 
 class ResponseLengths:
-    """Draws response lengths, in real tokens. A drawn length may exceed the request's limit."""
+    """Draws response lengths, in real tokens. A drawn length may exceed the token limit of the request."""
 
     def __init__(self, config: TimedEngineConfig) -> None:
         self._median, self._sigma = config.median_tokens, config.sigma
@@ -31,7 +30,7 @@ class ResponseLengths:
         self._measured = sorted(config.lengths)
 
     def draw(self, prompt: Sequence[int], sample: random.Random) -> int:
-        """Draw the length of one response, which is at least 1 token. Take one normal number from `sample`."""
+        """Draw the length of one response (at least 1 token) with one normal number from `sample`."""
         z = self._own * sample.gauss(0.0, 1.0)
         if self._shared:
             z += self._shared * draw_prompt_number(tuple(prompt))

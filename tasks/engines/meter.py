@@ -1,4 +1,4 @@
-"""Measures the load of an inference engine from the changes that the engine reports, without polling."""
+"""Measures the load of an inference engine from changes that the engine reports, without polling."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class EngineStats:
 
     `busy_seconds` is the time in which the engine was not suspended and at least one request was running.
 
-    `prompt_tokens` is the number of prompt tokens. `cached` is the number of prompt tokens that came from the prefix
-    cache.
+    `prompt_tokens` is the number of prompt tokens, of which `cached` came from the prefix cache.
     """
 
     running: int

@@ -1,7 +1,4 @@
-"""Checks whether an inference engine can run a policy, from the policy's config alone, before a run starts.
-
-The module `runnable` does not import torch.
-"""
+"""Checks whether an inference engine can run a policy, from the policy's config alone, before a run starts."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> None:
     """Reject a policy whose attention heads have a size that vLLM on a CPU does not support.
 
-    vLLM would start with such a policy, and crash at the first request.
+    vLLM would start with the policy and crash at the first request.
 
-    `named` is what the error message calls the policy.
+    `named` is the name of the policy in the error message.
 
     Raises:
         ConfigError: vLLM's CPU attention has no kernel for the policy's head size.
@@ -44,9 +41,9 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
 def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
     """Return the size, in bytes, of the smallest KV cache with which vLLM starts.
 
-    The smallest KV cache holds one request as long as the context, and one block.
+    The smallest KV cache has room for one request of the largest length, and one block.
 
-    The result is 0 if a layer does not attend to all earlier tokens, because the size of the cache is then unknown.
+    If a layer does not attend to all earlier tokens, the size is unknown and the result is 0.
     """
     policy = json.loads((folder / "config.json").read_text())
     policy = policy.get("text_config") or policy
@@ -66,11 +63,10 @@ def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
 
 
 def find_hindrance(config: Any) -> str | None:
-    """Return the reason why the transformers engine cannot run a policy with this config, or None if the engine can.
+    """Return why the transformers engine cannot run a policy with this config, or None if it can.
 
-    The transformers engine keeps attention state (KV cache) of the same shape in all layers (see `fixed_shape`). The
-    transformers engine can run a policy only if every layer has full attention and the config gives the number of
-    key-value heads.
+    The engine needs a KV cache of the same shape in all layers (see `fixed_shape`), so every layer must have full
+    attention.
     """
     if getattr(config, "num_key_value_heads", None) is None:
         return "its config.json does not name num_key_value_heads"
@@ -80,7 +76,7 @@ def find_hindrance(config: Any) -> str | None:
 
 
 def find_folder_hindrance(folder: Path) -> str | None:
-    """Return a policy's model type and, if the transformers engine cannot run the policy, the reason.
+    """Return the model type of a policy and, if the transformers engine cannot run the policy, the reason.
 
     Raises:
         ValueError: the library transformers cannot read the folder's config.json.

@@ -1,11 +1,10 @@
-"""Finds stop strings. A response ends with the token that completes one of its request's stop strings.
+"""Finds stop strings: a response ends with the token that completes a stop string of its request.
 
-The stop string stays in the response that it ends. The last token of a response may contain more text than the end of
-the stop string. Every inference engine uses this module, so that all engines end a response at the same token.
+The stop string stays in the response. All inference engines use this module, so that they end a response at the same
+token.
 
-A stop string of n bytes has at most n tokens, because each token has at least one byte. After each sampled token, it is
-enough to decode the newest tokens and to search their text for a stop string. To search for a stop string, `SPARE` more
-tokens are decoded, because some tokenizers drop a blank at the beginning of a text.
+Only the newest tokens are decoded for a search: a stop string of n bytes has at most n tokens. `SPARE` more tokens are
+decoded, because some tokenizers drop a blank at the beginning of a text.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ class StopWatch:
     __slots__ = ("_decode", "_newest", "_strings", "stopped")
 
     def __init__(self, strings: Sequence[str], decode: Decode, tokens: Iterable[int] = ()) -> None:
-        """Prepare to search for `strings`. `tokens` is the beginning of the response, which contains no stop string."""
+        """Prepare to search for `strings`; `tokens` is the beginning of the response, without a stop string."""
         self._strings, self._decode = strings, decode
         longest = max((len(one.encode()) for one in strings), default=0)
         self._newest: deque[int] = deque(tokens, longest + SPARE)
         self.stopped = False
 
     def feed(self, token: int) -> bool:
-        """Read the next token of the response. Return whether the token completes a stop string."""
+        """Read the next token of the response; return whether the token completes a stop string."""
         if not self._strings:
             return False
         self._newest.append(token)
@@ -54,7 +53,7 @@ NO_STOPS = StopWatch((), lambda tokens: "")
 
 
 def watch_stops(strings: Sequence[str], folder: Path | None, tokens: Iterable[int] = ()) -> StopWatch:
-    """Create a `StopWatch` with the tokenizer in `folder`. Without a folder, each token is a Unicode code point.
+    """Create a `StopWatch` with the tokenizer in `folder`; without a folder, each token is a Unicode code point.
 
     Raises:
         ConfigError: a request has stop strings, and the policy's folder has no tokenizer.

@@ -1,32 +1,22 @@
-"""Simulates an inference engine: the timed engine models only latency, and returns random tokens after simulated time.
+"""Simulates an inference engine: the timed engine has realistic latency, and returns random tokens.
 
-The timed engine gives guarantees beyond the contract of engines in `base`.
-
-- A response depends only on the prompt, the stop strings and the seed of its request (or the id, without a seed).
-- The timed engine reads time only from the event loop, so it runs unchanged on a virtual clock.
-- A timed engine has a single timer. With n running requests, the start or end of a request costs O(log n).
+- A response depends only on the prompt, the stop strings and the seed (or the id) of its request.
+- Time is read only from the event loop, so the engine also runs on a virtual clock.
+- With n running requests, the start or end of a request costs O(log n).
 
 With n running requests and t tokens in the KV cache, each request runs at `speed / (1 + batch_slowdown * (n - 1) +
 kv_read_cost * t)`. The engine's *work* is the computing time, in seconds at full speed, that a request would have
-received if it had run since the engine's start. A request that needs w seconds of work ends when the engine's work has
-grown by w since the request started. A heap orders the running requests by the engine's work at which each request
-ends. Between two starts or ends of requests, the number of cached tokens grows linearly with the engine's work, so time
-is a quadratic function of the work. The simulated times are exact, although no code runs between two such events.
+received since the engine's start.
 
-If `kv_tokens` is set, a request starts once its tokens and a free block for each running request fit into the KV cache.
-When the KV cache is full, the request that started last is preempted, as in vLLM. A preempted request keeps its tokens
-and moves to the head of the queue.
+With `kv_tokens`, a request starts once its tokens and a free block for each running request fit into the KV cache. If
+the KV cache is full, the request that started last is preempted, as in vLLM, and continues later.
 
-The tokens of an episode stay in the KV cache after a turn, until the next turn of the episode or until other requests
-need their room; the episode whose turn ended first loses its tokens first. A turn computes only those tokens of its
-prompt that are not in the cache. A weight update empties the cache of all episodes that do not run.
+After a turn, the tokens of an episode stay in the KV cache until its next turn, or until other requests need the room.
+A turn computes only tokens of its prompt that are not in the cache. A weight update empties the cache of episodes that
+do not run, and delays running responses by `prefill_seconds`.
 
-A weight update delays every running response by `prefill_seconds`, as in an engine that recomputes its attention state.
-The delay of a weight update is modelled by subtracting `prefill_seconds` from the engine's work.
-`prefill_seconds_per_token` delays the whole engine for each prompt or prefix token; after a weight update, it delays
-the engine for each token in the KV cache.
-
-One simulated token stands for `tokens_per_tick` real tokens. Lengths, work and time count real tokens.
+`prefill_seconds_per_token` delays the whole engine for each prompt token and, after a weight update, for each token in
+the KV cache.
 """
 
 from __future__ import annotations
@@ -58,10 +48,10 @@ TOKEN_SLACK = 1e-6  # tolerance for rounding errors, in tokens
 
 
 class TimedEngine:
-    """Runs up to `max_concurrent_requests` requests at a time, first come, first served. See `base.Engine`."""
+    """A simulated engine that runs up to `max_concurrent_requests` requests at a time, first come, first served."""
 
     def __init__(self, config: TimedEngineConfig, policy_folder: Path | None = None) -> None:
-        """Create a timed engine. Stop strings are searched with the tokenizer in `policy_folder`, if there is one."""
+        """Create a timed engine; stop strings are searched with the tokenizer in `policy_folder`, if there is one."""
         self._config = config
         self._folder = policy_folder if policy_folder and (policy_folder / "tokenizer.json").exists() else None
         self._lengths = ResponseLengths(config)
@@ -165,7 +155,7 @@ class TimedEngine:
         self.kill("the timed engine is closed")
 
     def kill(self, why: str = "the timed engine was killed") -> None:
-        """Simulate the death of the engine's process. Every call, including a waiting one, raises `EngineFailed`."""
+        """Simulate the death of the engine's process: every call, including a waiting one, raises `EngineFailed`."""
         if self._dead is not None:
             return
         self._advance()
@@ -209,7 +199,7 @@ class TimedEngine:
 
     @property
     def _load(self) -> float:
-        """Number of seconds in which a running request now receives one second of work, at speed 1."""
+        """Number of seconds in which a running request receives one second of work, at speed 1."""
         sharing = 1.0 + self._config.batch_slowdown * (self._active - 1)
         return sharing + self._config.kv_read_cost * self._resident if self._config.kv_read_cost else sharing
 
@@ -220,7 +210,7 @@ class TimedEngine:
 
     @property
     def _resident(self) -> float:
-        """Number of real tokens (not simulated ones) in the KV cache."""
+        """Number of real tokens in the KV cache."""
         return max(0.0, self._base + self._active * self._work * self._growth)
 
     @property
@@ -247,7 +237,7 @@ class TimedEngine:
     def _pace(self) -> None:
         """Set a timer for the time at which the next response ends or the KV cache is full.
 
-        A timer that fires too early sets another timer.
+        If the timer fires too early, a new timer is set.
         """
         heap = self._heap
         while heap and heap[0][2].finish != heap[0][0]:
@@ -298,7 +288,7 @@ class TimedEngine:
         self._pace()
 
     def _fits(self, run: TimedRun) -> bool:
-        """Return whether a request's tokens fit into the KV cache, with a spare block for every running request."""
+        """Return whether a request's tokens fit into the KV cache, with a free block for every running request."""
         return self._resident + self._context(run) + BLOCK * (self._active + 1) <= (self._bound or 0)
 
     def _context(self, run: TimedRun) -> float:
@@ -330,7 +320,7 @@ class TimedEngine:
             self._kept.evict(self._bound - self._resident)
 
     def _leave(self, run: TimedRun) -> None:
-        """Free a request's slot and cached tokens, and invalidate the request's entry in the heap."""
+        """Free the slot and the cached tokens of a request, and invalidate its entry in the heap."""
         self._active -= 1
         self._base -= run.before + run.length - run.finish * self._growth
         del self._started[run]
@@ -339,7 +329,7 @@ class TimedEngine:
             self._held_up = 0.0
 
     def _preempt(self) -> None:
-        """Preempt the request that started last. The request keeps its tokens and waits for another slot."""
+        """Preempt the request that started last, which keeps its tokens and waits for another slot."""
         run = next(reversed(self._started))
         said = self._read_said(run)
         self._usage.tokens += len(said) - len(run.request.prefix)
@@ -376,7 +366,7 @@ class TimedEngine:
     # --- generated tokens --------------------------------------------------------------------------------------
 
     def _count_said(self, run: TimedRun) -> int:
-        """Return the number of tokens that a request has generated, without the last one of a running request."""
+        """Return the number of tokens that a request has generated, without the newest one of a running request."""
         return self._count_said_at(run, self._work) if run.running else len(run.request.prefix)
 
     def _count_said_at(self, run: TimedRun, work: float) -> int:

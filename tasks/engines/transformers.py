@@ -1,15 +1,11 @@
 """Runs plain Hugging Face models as an inference engine, for machines without vLLM and for bit-reproducible runs.
 
-The transformers engine gives guarantees beyond the contract of engines in `base`.
-
 - A response depends only on the weights and on its request, including the seed (see `fixed_shape`). A response does not
-  depend on other requests, nor on the number of tokens that are given as the request's prefix.
-- A weight update recomputes the attention state (KV cache) of running requests, so every token is computed from the
-  weights of a single policy version.
+  depend on other requests, nor on the length of its given prefix.
+- A weight update computes the KV cache of running requests again, so every token comes from the weights of a single
+  policy version.
 
-One thread owns the model, so the model needs no lock. The event loop sends the model's thread one generation step at a
-time. Other work for the model is sent between two generation steps. While the engine is suspended, the event loop sends
-no generation steps.
+One thread owns the model and runs one generation step at a time, so the model needs no lock.
 """
 
 from __future__ import annotations
@@ -34,10 +30,7 @@ Result = TypeVar("Result")
 
 
 class TransformersEngine:
-    """An inference engine that runs a Hugging Face model in one thread.
-
-    The contract of each method is described in `base.Engine`.
-    """
+    """An inference engine that runs a Hugging Face model in one thread."""
 
     def __init__(
         self,
@@ -154,7 +147,7 @@ class TransformersEngine:
         elif (error := driver.exception()) is not None:
             self._mark_dead(f"a step of the transformers engine failed: {error!r}")
         elif self._sampler.busy:
-            self._drive()  # run the loop again, because a request arrived while the loop was ending
+            self._drive()  # a request arrived while the loop was ending
 
     def _settle(self, ended: Iterable[Generation]) -> None:
         for generation in ended:

@@ -1,20 +1,16 @@
 """Runs vLLM (`AsyncLLM`) as an inference engine.
 
-The vLLM engine gives guarantees beyond the contract of engines in `base`.
-
-- Every token is computed from the weights of a single policy version. A weight update recomputes the attention state
-  (KV cache) of running requests, because vLLM preempts running requests when vLLM clears its caches.
-- The vLLM engine never samples from a truncated distribution. Log-probs are computed after temperature is applied.
-- The responses to a prompt share the attention state of the prompt, but never across policy versions. A weight update
-  empties the prefix cache, and each cache key includes the policy version under which the request arrived.
+- Every token is computed from the weights of a single policy version: a weight update computes the KV cache of running
+  requests again.
+- The engine never samples from a truncated distribution.
+- Responses to a prompt share the KV cache of the prompt, but never across policy versions.
 - No process of the engine outlives the process that created the engine (see `vllm_worker`), or listens outside
   loopback.
 
-The model in vLLM starts with random weights, so the policy's folder needs only `config.json`, and no tokenizer. The
-vLLM engine is not bit-reproducible, because rounding depends on the batch. A `seeded` vLLM engine draws the same tokens
-for a repeated request, up to rounding errors. Seeds reduce throughput, so engines are seeded only in runs that may
-preempt unfinished responses. On a CPU a `seeded` vLLM engine processes all tokens of a prompt in one step, because a
-seeded request with a chunked prefill crashes vLLM 0.32.
+The engine starts with random weights, so the policy's folder needs only `config.json`. The engine is not
+bit-reproducible, because rounding depends on the batch; a `seeded` engine draws the same tokens up to rounding. Seeds
+reduce throughput, so engines are seeded only in runs that may preempt unfinished responses. A `seeded` engine on a CPU
+processes a prompt in one step, because a seeded request with a chunked prefill crashes vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -51,15 +47,12 @@ CALL_SECONDS = 50.0  # deadline, in seconds, of `suspend`, `resume` and `abort`,
 UPDATE_SECONDS = 120.0
 DEATH_SECONDS = 0.2  # seconds between two checks that vLLM's process is alive, while a call waits for an answer
 WORKER = "rollflow.tasks.engines.vllm_worker"
-# this module is imported in the process from which vLLM's core processes are forked
+# The named module is imported in the process from which vLLM's core processes are forked.
 CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"
 
 
 class VllmEngine:
-    """An inference engine that runs vLLM and vLLM's processes.
-
-    The contract of each method is described in `base.Engine`.
-    """
+    """An inference engine that runs vLLM and vLLM's processes."""
 
     def __init__(
         self,
@@ -72,7 +65,7 @@ class VllmEngine:
         repair_tied_head: bool = True,
         told_as: str = "",
     ) -> None:
-        """Create a vLLM engine without starting vLLM's processes, which `start` does.
+        """Create a vLLM engine; `start` starts vLLM's processes.
 
         Args:
             compile: if True, vLLM compiles the model; by default only on a GPU. Compilation takes about 20 s at the
@@ -110,7 +103,7 @@ class VllmEngine:
                 self._llm = await asyncio.to_thread(self._build_llm)
             self._responses = _create_responses(self._llm, self._stop_ids)
             await self._call_workers("prepare_policy_worker")
-        spare_collector()  # without this call, a full garbage collection spends 0.4 s on vLLM's modules
+        spare_collector()  # without this call, a full garbage collection would spend 0.4 s on vLLM's modules
 
     def _build_llm(self) -> Any:
         with pause_collector():
@@ -145,7 +138,7 @@ class VllmEngine:
             "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
             "generation_config": "vllm",  # makes vLLM ignore the policy's top_p and top_k
-            "disable_log_stats": True,  # vLLM prints no statistics, but still passes statistics to its loggers
+            "disable_log_stats": True,  # vLLM prints no statistics, but passes them to its loggers
             "served_model_name": self._told_as or None,
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
             "distributed_executor_backend": f"{WORKER}.{executor}",
@@ -183,7 +176,8 @@ class VllmEngine:
         return Generation(request.id, prefix + response.read_span(), ending, response.cached)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
-        """Return the seed for vLLM. The seed depends on the prefix's length, so that no random number is used twice."""
+        """Return the seed for vLLM, which depends on the length of the prefix, so that no random number is used
+        twice."""
         if not self._seeded or request.seed is None:
             return None
         return (request.seed + len(request.prefix)) % 2**63
@@ -213,7 +207,7 @@ class VllmEngine:
     async def suspend(self, in_flight: InFlight) -> None:
         self.check()
         mode = "keep" if in_flight == "continue" else "abort"
-        # vLLM's own `pause_generation` would leave the engine idle for 20 ms more at every update.
+        # vLLM's `pause_generation` would leave the engine idle for 20 ms more at every update.
         await self._wait_answer(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
         self._suspended = True
 
@@ -247,20 +241,21 @@ class VllmEngine:
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            # raise the error at all waiting callers, which would otherwise wait forever
+            # Waiting callers get the error, because they would otherwise wait forever.
             llm.output_processor.propagate_error(llm.dead_error)
             await asyncio.to_thread(llm.shutdown)
             llm.shutdown = lambda: None  # without this, vLLM's `__del__` would call `shutdown` again and fail
             gc.unfreeze()
 
     async def _call_workers(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
-        """Call a method on all of vLLM's workers, and return each worker's answer."""
+        """Call a method of all vLLM workers, and return the answer of each worker."""
         self.check()
         results: list[Any] = await self._wait_answer(self._llm.collective_rpc(method, args=arguments), seconds)
         return results
 
     async def _wait_answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
-        """Wait for vLLM to answer, and check that its process is alive: vLLM waits forever for a dead process."""
+        """Wait for an answer of vLLM, and check that its process is alive, because vLLM waits forever for a dead
+        process."""
         asked = asyncio.ensure_future(call)
         try:
             with self._translate_death():
@@ -303,10 +298,10 @@ def _create_responses(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
 
 
 def import_early() -> None:
-    """Import the modules that vLLM on a CPU needs, and start the process from which vLLM's core processes are forked.
+    """Import the modules that vLLM on a CPU needs, and start the process from which vLLM's core processes are
+    forked.
 
-    A forked core process of vLLM has vLLM's modules already, and does not import them. The process that calls
-    `import_early` must not have started threads.
+    A forked core process does not have to import vLLM's modules. The calling process must not have started threads.
     """
     with _environment(1):
         import_module(CORE_IMPORTS)
@@ -318,12 +313,10 @@ def import_early() -> None:
 
 
 def _fork_cores() -> None:
-    """Let vLLM on a CPU fork its core process from a process that has already imported vLLM.
+    """Let vLLM on a CPU fork its core process from a process that has already imported vLLM, because imports take most
+    of the start-up time.
 
-    Imports take most of the time in which a vLLM engine starts on a CPU. At the first start of a vLLM engine, the
-    process from which the core is forked imports vLLM in parallel with this process. When a vLLM engine is restarted,
-    the process from which its core is forked has already imported vLLM. On a GPU, `_fork_cores` does nothing, because
-    vLLM must spawn a new Python interpreter.
+    On a GPU, `_fork_cores` does nothing, because vLLM must start a new Python interpreter.
     """
     from torch.cuda import is_available
 
@@ -351,7 +344,8 @@ def _environment(threads: int) -> Iterator[None]:
     if not is_available():
         os.environ |= {
             "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a thread pinned to a core starves if the learner uses the core
+            # a thread pinned to a core would wait whenever the learner uses the core
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
     # By default gloo would listen at the address of the machine's host name, which other machines can reach.

@@ -1,6 +1,6 @@
-"""Imports vLLM's core in the process from which, on a CPU, vLLM's core processes are forked.
+"""Imports vLLM's core in the process from which vLLM's core processes are forked on a CPU.
 
-A missing module only slows the start.
+Modules that are missing here only slow the start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Collects responses directly from vLLM's core process, without vLLM's `RequestOutput` objects.
+"""Collects responses directly from vLLM's core process, because vLLM's front end makes several Python calls per
+token.
 
-vLLM's front end makes several Python calls per token to build text and usage statistics. This module only appends the
-core's tokens, log-probs and policy versions to lists. Requests that generate no response, such as a request for
-log-probs, still go through vLLM's front end.
+Requests without a response, such as a request for log-probs, still use vLLM's front end.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Response:
     def __init__(self, request: EngineCoreRequest, watch: StopWatch = NO_STOPS) -> None:
         """Start an empty response to `request`, a request in vLLM's internal form.
 
-        `watch` searches for stop strings.
+        `watch` searches the response for stop strings.
         """
         self.request, self._watch = request, watch
         self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
@@ -72,7 +71,7 @@ class Response:
             self.cached = output.prefill_stats.num_cached_tokens or 0
 
     def count(self, output: Any, timestamp: float, stats: Any) -> None:
-        """Add this response's tokens to vLLM's statistics (`IterationStats`), as vLLM's front end would do."""
+        """Add the tokens of this response to vLLM's statistics (`IterationStats`), as vLLM's front end would do."""
         stats.num_generation_tokens += len(output.new_token_ids)
         if output.prefill_stats is not None:
             stats.prompt_token_stats.update_from_output(output.prefill_stats)
@@ -88,7 +87,7 @@ class Response:
         end = since + len(tokens)
         starts = [(int(version), max(start, since)) for version, start in self._spans]
         ends = [*(start for _, start in starts[1:]), end]
-        # Before the first token `ends` is longer than `starts`, which `strict=False` permits.
+        # Before the first token, `ends` is longer than `starts`, which `strict=False` allows.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
         return TokenSpan(Int32s.of(tokens), Float32s.of(logprobs), Int32s.concatenate(spans))
 
@@ -99,7 +98,7 @@ class Response:
 
     @property
     def complete(self) -> bool:
-        """True if the response has ended successfully. The task that awaits the response may not have run yet."""
+        """True if the response has ended successfully, even if the waiting task has not run yet."""
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
     def end(self, reason: FinishReason) -> None:
@@ -116,14 +115,14 @@ class Responses(OutputProcessor):  # type: ignore[misc]
     """Output processor that replaces the output processor of vLLM's front end."""
 
     def __init__(self, llm: AsyncLLM, stop_ids: Sequence[int]) -> None:
-        """Replace the output processor of `llm` before its first request. Any token in `stop_ids` ends a response."""
+        """Replace the output processor of `llm` before its first request; each token in `stop_ids` ends a response."""
         super().__init__(None, log_stats=False)
         self._llm = llm
         self._running: dict[str, Response] = {}
         self._numbers = count()  # ids for vLLM's core process, because callers may reuse ids early
         self._longest, self._vocabulary = llm.model_config.max_model_len, llm.model_config.get_vocab_size()
         self._stop_ids = list(stop_ids)
-        # building the parameters takes a third of a request's time
+        # The parameters are cached, because building them takes a third of the time of a request.
         self._params = lru_cache(maxsize=256)(self._prepare_params)
         llm.output_processor = self
 
@@ -136,16 +135,16 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         salt: str,
         watch: StopWatch = NO_STOPS,
     ) -> Response:
-        """Create the response to a prompt. The caller must then call `send`.
+        """Create the response to a prompt; the caller must then call `send`.
 
-        Requests with different values of `salt` share no attention state (KV cache).
+        Requests with different values of `salt` share no KV cache.
 
         Raises:
             ValueError: vLLM rejects the request's prompt.
         """
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            self._process(tokens, params)  # raises vLLM's own error about an empty or too long prompt
+            self._process(tokens, params)  # vLLM's own error about an empty or too long prompt is raised here
             raise ValueError(
                 f"the prompt contains a token id outside of the policy's vocabulary of {self._vocabulary} tokens"
             )
@@ -167,10 +166,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             raise
 
     async def abort(self, responses: Iterable[Response]) -> None:
-        """Abort these running responses, which keep the tokens generated so far.
-
-        `abort` ignores responses that have already ended.
-        """
+        """Abort running responses, which keep the tokens generated so far; responses that have ended are ignored."""
         ids = [response.request.request_id for response in responses]
         running = {id: self._running.pop(id) for id in ids if id in self._running}
         for response in running.values():
@@ -196,15 +192,12 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             if response.stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
         done = super().process_outputs(others, timestamp, None, weight_version)  # the outputs of probes
-        # vLLM's core must abort these requests, because vLLM's core does not know their stop strings
+        # vLLM's core process does not know the stop strings, so it is told to abort these requests.
         done.reqs_to_abort.extend(stopped)
         return done
 
     def propagate_error(self, error: Exception) -> None:
-        """Raise an error at the callers of all running responses, because vLLM's core process died or was closed.
-
-        Both vLLM and `VllmEngine.close` call `propagate_error`.
-        """
+        """Raise an error at the callers of all running responses, because vLLM's core process died or was closed."""
         for response in self._running.values():
             if not response.done.done():
                 response.done.set_exception(EngineFailed(f"vLLM's engine process died: {error!r}"))

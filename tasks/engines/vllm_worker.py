@@ -1,16 +1,9 @@
 """Runs inside vLLM's own processes, to end them in time, to load weights and to compute log-probs.
 
-- **No orphans**: when the process that created the engine dies, vLLM's EngineCore process and its workers end within
-  about `POLL_SECONDS`. Before a model is loaded, a thread in EngineCore starts to watch the creating process. So no
-  process of vLLM is left behind even if the creating process is killed while the engine starts.
-- **No stale head**: after every load of weights, the model's output head uses the new weights. On a CPU, vLLM keeps a
-  packed copy of the output head, which vLLM does not refresh when it reloads a *tied* embedding.
-- **No compilation at the first batch**: vLLM's computation of the sampled token's rank is disabled, because rollflow
-  does not use the rank. The rank of the sampled token would cost a C++ compilation at the first batch, and later a
-  third of the sampler's time.
-
-With one device, vLLM's worker runs inside the EngineCore process. On a machine with few cores, a worker
-inside EngineCore is faster than a worker in a process of its own, because no batch is copied between processes.
+- **No orphans**: if the process that created the engine dies, vLLM's processes end within about `POLL_SECONDS`.
+- **No stale head**: after each load of weights, the output head is computed again, because vLLM on a CPU does not
+  refresh its copy of a *tied* head.
+- **No compilation at the first batch**: the rank of the sampled token, which rollflow does not use, is not computed.
 """
 
 from __future__ import annotations
@@ -46,13 +39,13 @@ def end_with_owner(owner: int) -> None:
                 time.sleep(POLL_SECONDS)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        os._exit(1)  # `os._exit` is used because the cleanup of `sys.exit` could wait for the dead owner
+        os._exit(1)  # `sys.exit` could wait for the dead owner during its cleanup
 
     threading.Thread(target=watch, name="owner-watchdog", daemon=True).start()
 
 
 def begin_core(owner: int) -> None:
-    """Name vLLM's EngineCore process, which vLLM may fail to do, and end this process when its owner dies."""
+    """Set the name of vLLM's EngineCore process, and end this process when its owner dies."""
     be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
     end_with_owner(owner)
 
@@ -74,7 +67,8 @@ class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 class PolicyWorker:
-    """Methods added to vLLM's worker class (`worker_extension_cls`), which an engine calls by `collective_rpc`."""
+    """Methods that are added to vLLM's worker class (`worker_extension_cls`), and that an engine calls by
+    `collective_rpc`."""
 
     vllm_config: Any
     model_runner: Any
@@ -83,23 +77,21 @@ class PolicyWorker:
     sample_tokens: Any
 
     def prepare_policy_worker(self) -> None:
-        """Disable the computation of the sampled token's rank.
-
-        The vLLM engine calls `prepare_policy_worker` once, after its start.
-        """
+        """Disable the computation of the sampled token's rank, once, after the start of the engine."""
         sampler.batched_count_greater_than = _skip_ranks
 
     def load_policy(self, folder: str, repair_tied_head: bool) -> None:
-        """Load the weights in `folder` into vLLM's model, and recompute everything derived from the weights."""
+        """Load the weights in `folder` into vLLM's model, and compute everything again that is derived from weights."""
         self.model_runner.vllm_config.load_config.load_format = "safetensors"  # it was "dummy" until now
         self.reload_weights(weights_path=folder)
         if repair_tied_head:
             _repack_head(self.model_runner.get_model())
 
     def prompt_logprobs_while_paused(self, tokens: list[int]) -> list[float]:
-        """Compute the log-probs of tokens[1:] without vLLM's paused scheduler, to verify weights that were just loaded.
+        """Compute the log-probs of tokens[1:] without vLLM's paused scheduler, to verify weights that were just
+        loaded.
 
-        vLLM must be paused with empty caches, so that no request uses the first blocks of the KV cache.
+        The caches of the paused vLLM must be empty, because the computation uses the first blocks of the KV cache.
         """
         size = self.vllm_config.cache_config.block_size
         blocks = list(range(1, 2 + len(tokens) // size))  # block 0 is vLLM's null block

@@ -1,5 +1,5 @@
-"""Training objectives (losses). The interface is in `base`. An objective is a preset built from parts such as ratio,
-surrogate and KL penalty, or a user-defined class."""
+"""Training objectives (losses). An objective is a preset built from parts such as ratio, surrogate and KL penalty, or a
+user-defined class (see `base`)."""
 
 from __future__ import annotations
 

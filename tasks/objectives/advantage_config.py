@@ -1,7 +1,7 @@
-"""Defines the config section `[train.objective.advantage]`, which determines how advantages are computed from rewards.
+"""Defines the config section `[train.objective.advantage]`, which determines how advantages are computed from
+rewards.
 
-The formulas are in `advantages.py`, `step_advantages.py`, `turn_advantages.py` and `gae.py`. The module
-`advantage_config` imports only pydantic, and not torch.
+The formulas are in `advantages.py`, `step_advantages.py`, `turn_advantages.py` and `gae.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pydantic import Field, model_validator
 from rollflow.tasks.objectives.surrogate_config import HEAVIEST
 from rollflow.tasks.runtime.sections import Section, refuse
 
-SCALES = {  # maps a baseline to its allowed scales; any other scale would divide by almost zero if rewards are equal
+SCALES = {  # baseline -> allowed scales; with any other scale, equal rewards would cause a division by almost zero
     "none": ("none", "whiten"),
     "batch": ("none", "batch", "whiten"),
 }
 
 
 class Advantage(Section):
-    """Options for computing advantages from rewards. See `advantages.py`."""
+    """Options for computing advantages from rewards."""
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
@@ -36,16 +36,20 @@ class Advantage(Section):
     )
     credit: Literal["episode", "turn", "state"] = Field(
         "episode",
-        description="rewards for which a turn of an episode gets credit. episode: all rewards of the episode; turn: "
-        "its own and all later rewards; state: all rewards of the episode, and its discounted return is compared with "
-        "those of other turns in the same state (GiGPO)",
+        description=(
+            "rewards for which a turn of an episode gets credit. episode: all rewards of the episode; turn: its own "
+            "and all later rewards; state: all rewards of the episode, and also a comparison with other turns in the "
+            "same state (GiGPO)"
+        ),
     )
     state_weight: float = Field(
         1.0,
         ge=0,
         le=HEAVIEST,
-        description="weight of the comparison of turns that acted in the same state, relative to the comparison of "
-        'episodes (omega of GiGPO); used only with credit = "state"',
+        description=(
+            "weight of the comparison of turns in the same state, relative to the comparison of episodes (omega of "
+            'GiGPO); used only with credit = "state"'
+        ),
     )
     gamma: float = Field(
         1.0,

@@ -1,5 +1,5 @@
-"""Advantages from rewards. Shapes: R is the number of trajectories in a batch, and G the number of groups of responses
-to one prompt."""
+"""Computes advantages from rewards. Shapes: R is the number of trajectories in a batch, and G the number of groups of
+responses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def compute_advantages(
     longest: int,
     branches_R: Tensor | None = None,
 ) -> Tensor:
-    """Return the advantage of each trajectory. All tokens of the trajectory get this advantage.
+    """Return the advantage of each trajectory, which all its tokens get.
 
-    `groups_R` gives for each trajectory the number of its group of responses to one prompt, counted from 0. `tokens_R`
-    gives for each trajectory the number of tokens that the policy sampled. `longest` is the largest number of tokens
-    that the policy may sample in one response. `branches_R` is True for each trajectory that is a branch, which means
-    that it begins with the same tokens as another trajectory of its group and was split off from it. A branch gets an
-    advantage, but does not count in the mean and the standard deviation of its group. An episode therefore counts once,
-    however many branches it has. If all rewards that are compared with each other (those of a group, or of the batch)
-    are equal, the advantages are exactly zero.
+    `groups_R` is the number of each trajectory's group of responses, from 0. `tokens_R` is the number of sampled tokens
+    of each trajectory. `longest` is the largest number of tokens that the policy may sample in one response.
+    `branches_R` is True for each trajectory that was split off from another trajectory of its episode. A branch gets an
+    advantage, but does not count in the mean and the standard deviation of its group, so that an episode counts once.
+    If all compared rewards are equal, the advantages are exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
     episodes_R = torch.ones_like(groups_R, dtype=torch.bool) if branches_R is None else ~branches_R
@@ -43,8 +41,7 @@ def shape_rewards(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest:
 
 
 def weigh_signs(part: Advantage, found: Tensor) -> Tensor:
-    """Multiply each positive advantage by the factor `positive_weight`, and each negative advantage by
-    `negative_weight`."""
+    """Multiply positive advantages by `positive_weight`, and negative advantages by `negative_weight`."""
     return torch.where(found < 0, found * part.negative_weight, found * part.positive_weight)
 
 
@@ -61,7 +58,7 @@ def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
     """Return the length penalty of each response. The penalty is 0 for at most (1 - share) x longest tokens, and rises
     linearly to 1 at `longest` tokens.
 
-    This length penalty is DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
+    The penalty is DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
     """
     span = share * longest
     if span == 0:
@@ -73,7 +70,7 @@ def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
 def subtract_baseline(
     part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
 ) -> Tensor:
-    """Subtract from each reward the baseline that the option `part.baseline` names."""
+    """Subtract the baseline `part.baseline` from each reward."""
     match part.baseline:
         case "none":
             return rewards_R
@@ -86,7 +83,7 @@ def subtract_baseline(
     if part.baseline == "group":  # subtract the group's mean, as in GRPO (Shao et al. 2024, section 4.1)
         return centred_R
     count_G = torch.bincount(groups_R[episodes_R]).to(rewards_R.dtype)
-    # RLOO subtracts the mean of the other rewards of the group (Kool et al. 2019).
+    # RLOO: the mean of the other rewards of the group is subtracted (Kool et al. 2019).
     others_R = (count_G - 1).clamp(min=1)[groups_R]
     return centred_R * count_G[groups_R] / others_R
 
@@ -101,7 +98,7 @@ def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor, episodes_R: Tensor
 def scale_advantages(
     part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
 ) -> Tensor:
-    """Divide advantages by the sample standard deviation that the option `part.scale` names.
+    """Divide advantages by the sample standard deviation that `part.scale` names.
 
     With the scale "group", the divisor is the standard deviation of the rewards of the group. With the scale "batch",
     the divisor is the standard deviation of the advantages of the batch.

@@ -7,12 +7,11 @@ from torch import Tensor
 
 
 def row_weights(tokens_R: Tensor, aggregation: str, longest: int, episodes_R: Tensor | None = None) -> Tensor:
-    """Return for each row the weight (float64) of its tokens in the sum of losses over a minibatch.
+    """Return the weight (float64) that the tokens of each row have in the loss of a minibatch.
 
-    `tokens_R` gives the number of tokens with loss mask 1 in each row of the minibatch. Tokens whose loss is set to
-    zero by a clip or a correction are counted, too. A row without tokens with loss mask 1 does not count as a row.
-    `episodes_R` gives the number of each row's episode (None if each row is an episode); all rows of an episode count
-    as one row.
+    `tokens_R` is the number of tokens with loss mask 1 in each row, including tokens whose loss a clip or a correction
+    sets to zero. A row without such tokens does not count as a row. `episodes_R` is the episode number of each row; all
+    rows of an episode count as one row.
     """
     if episodes_R is not None:
         _, of_R = torch.unique(episodes_R, return_inverse=True)

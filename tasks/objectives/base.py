@@ -1,21 +1,17 @@
-"""The objective interface: computes a loss for each token that the policy sampled, given the log-probs recorded at
-sampling.
+"""The interface of an objective, which computes a loss for each sampled token from log-probs and advantages.
 
-In formulas, pi is the policy being trained, and pi_p is the proximal policy, which is the learner's policy before the
-current policy version's first update. The behaviour policy mu sampled the tokens, and its log-probs were recorded at
-sampling. A is the advantage, and sg the stop-gradient operator. All tensors of an objective are flat, with one element
-for each of the M tokens with loss mask 1 in a micro-batch. All tensors are on the learner's device and in the learner's
-precision.
+In formulas, pi is the trained policy, and pi_p the proximal policy (the policy before the current version's first
+update). The behaviour policy mu sampled the tokens; its log-probs were recorded at sampling. A is the advantage, and sg
+the stop-gradient operator. All tensors are flat, with one element for each of the M tokens with loss mask 1 in a
+micro-batch.
 
-An objective returns a loss for each token, which training minimizes. An objective does not aggregate token losses. The
-learner later gives each token's loss a weight (see `aggregation`). The losses of a row (trajectory) do not depend on
-the other rows of the batch, nor on the order of rows. The same tokens give bit-identical losses, so that any train step
-can be replayed. A row whose advantage is zero contributes nothing to the gradient and is skipped, unless the objective
-sets `every_row`.
+An objective returns one loss per token; the learner adds the losses up with weights (see `aggregation`). The losses of
+a row (trajectory) do not depend on other rows of the batch. Equal inputs give bit-identical losses, so that any train
+step can be replayed. A row with advantage zero is skipped, because it has no gradient, unless the objective sets
+`every_row`.
 
-An objective gets whole rows, unless its attribute `by_token` is set. An objective with `by_token` set may get only some
-tokens of a row in one call, so that fewer logits are in memory. The attribute `by_token` is not inherited, so a class
-that changes the loss must set `by_token` again.
+An objective gets whole rows, unless it sets `by_token`. With `by_token`, a call may have only some tokens of a row, so
+that fewer logits are in memory. `by_token` is not inherited, so a class that changes the loss must set it again.
 
 `tests/contracts/test_objectives.py` tests each sentence of this docstring for all objectives.
 """
@@ -31,10 +27,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """The inputs of an objective's loss, with one value for each of M tokens. Log-probs are in nats at the sampling
-    temperature.
+    """The inputs of an objective's loss, one value per token, with log-probs in nats at the sampling temperature.
 
-    Only the tensors `logp_M` and `entropy_M` have a gradient.
+    Only `logp_M` and `entropy_M` have a gradient.
     """
 
     logp_M: Tensor  # log-probs under pi, the policy being trained
@@ -58,8 +53,7 @@ class TokenLoss:
 
 
 class Objective(Protocol):
-    """A training objective: the function that training minimizes. The module's docstring lists the guarantees of an
-    objective."""
+    """A training objective: the function that training minimizes."""
 
     uses_proximal: ClassVar[bool] = False  # True if `loss` needs `proximal_M`, which may cost a forward pass
     uses_entropy: ClassVar[bool] = False  # True if `loss` needs `entropy_M`
@@ -72,6 +66,6 @@ class Objective(Protocol):
         """Return the loss of each token."""
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-        """Return for each token with loss mask 1 in the batch whether the token's loss counts. The learner calls the
-        method `keep` before a policy version's first update."""
+        """Return for each token with loss mask 1 in the batch whether the token's loss counts. The learner calls `keep`
+        before the first update of a policy version."""
         return torch.ones_like(proximal_B, dtype=torch.bool)

@@ -1,11 +1,8 @@
-"""Defines the configuration section `[train.objective]`, in which the loss is a combination of parts (ratio, surrogate,
-correction, advantage, penalties).
+"""Defines the config section `[train.objective]`, which combines a loss from parts (ratio, surrogate, correction,
+advantage, penalties).
 
-A part of an objective is a subsection of a few keys. The formula and the paper of each part are documented beside the
-code that computes the formula. The key `kind` names a preset objective (see `presets.py`). Parts and keys of an
-objective that the recipe (the run's TOML file) leaves out are taken from the preset. The configuration that is recorded
-with a run contains every key of every part of the objective. The module `objectives.config` imports only pydantic, and
-not torch.
+The key `kind` names a preset objective (see `presets.py`). Parts and keys that the recipe (the TOML file of a run)
+leaves out are taken from the preset.
 """
 
 from __future__ import annotations
@@ -27,9 +24,11 @@ class Correction(Section):
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
-        description="what happens to a token whose probability ratio is outside low to high. none: nothing; clamp: "
-        "the ratio is clamped; mask: the token's loss is 0; second-moment: the tokens with the largest squared "
-        "log-ratios are dropped",
+        description=(
+            "what happens to a token whose probability ratio is outside low to high. none: nothing; clamp: the ratio "
+            "is clamped; mask: the loss of the token is 0; second-moment: the tokens with the largest squared "
+            "log-ratios are dropped"
+        ),
     )
     level: Level = Field(
         "token",
@@ -75,7 +74,7 @@ class Correction(Section):
         return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
 
 
-COUNTS_WITH = {  # key of a correction -> values of the key `outside` with which the key has an effect
+COUNTS_WITH = {  # key of a correction -> values of `outside` with which the key has an effect
     "level": ("clamp", "mask"),
     "low": ("clamp", "mask"),
     "high": ("clamp", "mask"),
@@ -133,7 +132,7 @@ class Penalties(Section):
             cure = "kl_target adapts kl_weight, which is 0; set kl_weight, for example to 0.01"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
         for name, counts_with in KL_COUNTS_WITH.items():
-            # A KL weight of 0 that the user has set is allowed, because a sweep over KL weights may include 0.
+            # A KL weight of 0 is accepted, because a sweep over KL weights may include 0.
             value, given = getattr(self, name), self.model_fields_set
             if value != type(self).model_fields[name].default and counts_with not in given:
                 cure = f"this key has no effect without {counts_with}; remove it, or set {counts_with}, too"
@@ -166,7 +165,7 @@ class ObjectiveBase(Section):
 
 
 class PartsObjective(ObjectiveBase):
-    """An objective (loss function) that is a named preset. The recipe may change single parts of the preset."""
+    """A named preset of an objective (loss function), of which the recipe may change single parts."""
 
     kind: PresetName = Field(
         "grpo", description="name of a preset objective; a recipe may change single parts of the preset"
@@ -179,8 +178,7 @@ class PartsObjective(ObjectiveBase):
     @model_validator(mode="wrap")
     @classmethod
     def _with_kinds(cls, tree: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in the preset's parts that the recipe leaves out. Parts that are filled in do not count as set by the
-        user."""
+        """Fill in the parts of the preset that the recipe leaves out, without marking them as set by the user."""
         preset = PRESETS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, Mapping) else None
         if preset is None:
             return made(tree)
@@ -205,8 +203,8 @@ class PartsObjective(ObjectiveBase):
 
     @property
     def trains_tokens(self) -> bool:
-        """True if each token can have an advantage of its own. If the ratio of the whole response is clipped, the
-        gradient is the same for all tokens of the response.
+        """True if each token can have an advantage of its own. A clipped ratio of the whole response gives all its
+        tokens the same gradient.
         """
         return self.ratio.level == "token" or not isinstance(self.surrogate, Clip | BinaryTv)
 
@@ -217,7 +215,7 @@ class PartsObjective(ObjectiveBase):
 
 
 class ImportObjective(ObjectiveBase, Imported):
-    """Options of a user-defined objective (loss function), which is imported by its import path."""
+    """Options of a user-defined objective (loss function)."""
 
     kind: Literal["import"] = Field("import", description="your own objective: a class that derives from Objective")
 
@@ -226,8 +224,8 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the recipe's parts of an objective into the preset's parts, key by key. A part in the recipe that has
-    another `kind` than the preset's part replaces the preset's whole part."""
+    """Merge the recipe's parts of an objective into the preset's parts, key by key. A part with another `kind` replaces
+    the whole part of the preset."""
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -241,8 +239,8 @@ NO_STATES = ("trl", "timed")  # kinds of environments that never name the state 
 
 
 def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator[PydanticCustomError]:
-    """Yield the errors of an objective that does not fit the environment: it needs turns or states that the environment
-    does not have, or it cannot use the rewards of turns."""
+    """Yield the errors of an objective that does not fit the environment, for example because it needs turns that the
+    environment does not have."""
     kind, credit = str(getattr(environment, "kind", "")), objective.advantage.credit
     cure = 'episodes of environment.kind = "single-turn" have one turn; remove the key, or choose another environment'
     for key, value, plain in (
@@ -266,9 +264,8 @@ def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator
             yield refusal(f"environment.{key}", given, cure)
 
 
-# The keys that the configuration of a recorded run contains for an objective.
-# If all of these keys are present, a key without an effect is not rejected, so that the run can be replayed.
-# A form also sends every key, so `check_new` repeats the important checks when a run is created.
+# keys that a recorded run has for an objective. If all are present, keys without an effect are accepted, so that the
+# run can be replayed. A form also sends every key, so `check_new` repeats the important checks for new runs.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 
@@ -294,7 +291,7 @@ def _check_counts(correction: Correction, given: Any) -> None:
 def _check_ratio(objective: PartsObjective, given: Any) -> None:
     """Reject a key of the section `ratio` that is set but has no effect.
 
-    If the surrogate loss uses no ratio, only the key `to` can have an effect, because a correction may use this key.
+    If the surrogate loss uses no ratio, only the key `to` can have an effect, in a correction.
     """
     if objective.ratio_counts or not isinstance(given, Mapping):
         return
@@ -309,7 +306,7 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Reject settings of an objective that would not train what they seem to say. Call `check_new` only for new
+    """Reject settings of an objective that would not train what they seem to say; call `check_new` only for new
     runs."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
@@ -318,10 +315,10 @@ def check_new(objective: ObjectiveConfig) -> None:
 
 
 def _check_length(objective: PartsObjective) -> None:
-    """Reject a ratio of whole responses (level `sequence`) unless the loss of a response is the mean over its tokens.
+    """Reject a ratio of whole responses (level `sequence`) unless the loss of a response is the mean over its
+    tokens.
 
-    A ratio of whole responses multiplies the loss of every token of a response, so a sum over the tokens would apply
-    the ratio once for each token.
+    A sum over tokens would apply the ratio once for each token.
     """
     once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
     if once or not isinstance(objective.surrogate, Clip | BinaryTv):
@@ -334,8 +331,8 @@ def _check_length(objective: PartsObjective) -> None:
 
 
 def _check_credit(objective: PartsObjective) -> None:
-    """Reject credit of single turns if the ratio of whole responses is clipped, because then the gradient is the same
-    for all tokens of a response."""
+    """Reject credit of single turns with a clipped ratio of whole responses, which gives all tokens of a response the
+    same gradient."""
     part, level = objective.advantage, objective.ratio.level
     if part.credit != "episode" and not objective.trains_tokens:
         cure = f'with ratio.level = "{level}" all turns of a response are trained alike; set ratio.level = "token"'
@@ -343,8 +340,8 @@ def _check_credit(objective: PartsObjective) -> None:
 
 
 def _check_k1(penalties: Penalties) -> None:
-    """Reject the KL estimator k1 in the loss, because its gradient does not depend on the policy from which the
-    divergence is measured."""
+    """Reject the KL estimator k1 in the loss, because its gradient does not depend on the other policy of the
+    divergence."""
     if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
         cure = (
             'the gradient of k1 in the loss does not depend on the other policy; choose "k2" or "k3", or '
@@ -362,7 +359,7 @@ def _set_only(section: Section, given: Mapping[str, Any]) -> None:
             _set_only(part, value)
 
 
-# Maps keys of older configurations to (part of the objective, key), so that runs with these keys can be replayed.
+# older config key -> (part of the objective, key), so that runs with older keys can be replayed
 EARLIER = {
     "clip_low": ("surrogate", "low"),
     "clip_high": ("surrogate", "high"),
@@ -372,8 +369,8 @@ EARLIER = {
 
 
 def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the values of keys from older configurations into the parts of an objective. An older key whose value is
-    null counts as not set."""
+    """Move the values of older config keys into the parts of an objective. An older key with the value null counts as
+    not set."""
     found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]

@@ -1,10 +1,10 @@
 """Off-policy corrections: weights and masks for tokens that an older policy sampled, computed from a probability ratio
-without a gradient.
+without gradient.
 
-If the surrogate's older policy is the proximal policy pi_p, the correction uses the ratio pi_p / mu (decoupled PPO).
-With any other older policy, the correction uses the ratio pi / mu of the trained policy pi and the policy mu that
-sampled the tokens. A token whose loss is masked out still counts in the denominators of the mean losses. Shapes: M is
-the number of tokens in a micro-batch, and B the number of tokens in a whole batch.
+With the proximal policy pi_p as older policy, the correction uses the ratio pi_p / mu (decoupled PPO). With another
+older policy, the correction uses the ratio pi / mu of the trained policy pi and the policy mu that sampled the tokens.
+A masked token still counts in the denominators of mean losses. Shapes: M is the number of tokens in a micro-batch, and
+B the number of tokens in a whole batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from rollflow.tasks.objectives.ratios import log_ratio
 
 
 def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor by which each token's loss is multiplied, and for each token whether its ratio r was out of
-    range.
+    """Return the factor of each token's loss, and for each token whether its ratio r was out of range.
 
     With the correction `clamp`, the factor is min(max(r, low), high), as in decoupled PPO. With the correction `mask`,
-    the factor is r if low <= r <= high, else 0, as in MIS and IcePop. If the option `weigh` is false, the factor of a
-    token in the range is 1 instead of its ratio r. If the option `judge` is given, the range applies to the ratio at
-    the level `judge` (geometric sequence masks).
+    the factor is r if low <= r <= high, else 0, as in MIS and IcePop. With `weigh = false`, the factor of a token in
+    the range is 1. With `judge`, the range applies to the ratio at the level `judge` (geometric sequence masks).
     """
     ratio_M = log_ratio(new_M.detach(), tokens.behaviour_M, tokens.row_M, part.level).exp()
     if part.outside == "clamp":
@@ -37,14 +35,12 @@ def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) ->
 
 
 def keep_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-    """Drop the fewest tokens that bring the mean of (log pi_p/mu)^2 down to `second_moment`. Return for each token
-    whether it is kept.
+    """Drop the fewest tokens that bring the mean of (log pi_p/mu)^2 down to `second_moment`; return whether each token
+    is kept.
 
-    The method is M2PO (Zheng et al. 2025, Prosperity before collapse). Tokens with the largest squared log-ratios are
-    dropped first. Tokens with equal squares are dropped together. As in AReaL, any token may be dropped, and the mean
-    is taken over all tokens. The paper considers only tokens with A > 0 and r > 1, or with A < 0 and r < 1, where A is
-    the advantage and r the ratio. If even the smallest squared log-ratio is above `second_moment`, no token is kept;
-    AReaL would keep the token with the smallest square.
+    The method is M2PO (Zheng et al. 2025, Prosperity before collapse), applied to all tokens as in AReaL. Tokens with
+    the largest squared log-ratios are dropped first. Tokens with equal squares are dropped together. If even the
+    smallest squared log-ratio is above `second_moment`, no token is kept; AReaL would keep one token.
     """
     square_B = (proximal_B - behaviour_B).double().square()
     ordered_B = square_B.sort().values

@@ -1,8 +1,9 @@
-"""Generalized advantage estimation (Schulman et al. 2016): computes the advantages of tokens from a critic's values.
+"""Generalized advantage estimation (Schulman et al. 2016): computes the advantages of tokens from the values of a
+critic.
 
 Shapes: R is the number of trajectories, and B the number of tokens that the policy sampled, one trajectory after the
-other. Only tokens that the policy sampled count as time steps. Tokens that the environment added are left out. The
-critic's value after a trajectory's last token is taken to be zero.
+other. Only sampled tokens count as time steps; tokens of the environment are left out. The value after the last token
+of a trajectory is zero.
 """
 
 from __future__ import annotations
@@ -16,12 +17,10 @@ from rollflow.tasks.objectives.advantages import weigh_signs, whiten
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """Return the reward of each token: its price with a minus sign. The last token of a trajectory also gets the
-    trajectory's reward. The price of a token is its KL penalty. If the token has a reward of its own, this reward is
-    subtracted from the price.
+    """Return the reward of each token, which is its negative price; the last token also gets the trajectory's reward.
+    The price of a token is its KL penalty, minus its own reward if it has one.
 
-    `starts` gives the index of each trajectory's first token among the B tokens of the batch, and B as its last
-    element.
+    `starts` is the index of each trajectory's first token, with B as its last element.
     """
     found_B = -price_B.double()
     some = np.flatnonzero(np.diff(starts))  # trajectories with at least one sampled token
@@ -30,11 +29,10 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
 
 
 def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the advantage and the return of each token in float64. The critic is trained to predict the returns.
+    """Return the advantage and the return of each token in float64; the critic is trained to predict the returns.
 
     The advantage at token t is A_t = d_t + gamma lambda A_t+1, where d_t = r_t + gamma V_t+1 - V_t, r_t is the token's
-    reward and V_t the critic's value. The return at token t is A_t + V_t, where A_t is the advantage before whitening
-    and V_t the critic's value.
+    reward and V_t the critic's value. The return at token t is A_t + V_t, before whitening.
     """
     counts = np.diff(starts)
     at = np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)

@@ -15,14 +15,14 @@ KEY = "train.objective"
 
 
 class ImportedObjective(Objective):
-    """A wrapper of the user-defined objective whose import path is `train.objective.path`.
+    """A wrapper of the user-defined objective at the import path `train.objective.path`.
 
-    A loss of a wrong shape is rejected, because torch would broadcast a loss of a wrong shape without an error.
+    A loss of a wrong shape is rejected, because torch would broadcast it without an error.
     """
 
     def __init__(self, config: ImportObjective) -> None:
-        """Import the user-defined objective's class; raise `ConfigError` if the class does not exist or does not accept
-        the configured options."""
+        """Import the class of the user-defined objective; raise `ConfigError` if the class does not exist or rejects
+        the options."""
         self._path = config.path
         self._own = imported_object(KEY, config, Objective, optional="keep")  # type: ignore[type-abstract]
         for name in ("uses_proximal", "uses_entropy", "uses_reference", "uses_batch", "every_row"):

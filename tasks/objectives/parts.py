@@ -16,8 +16,7 @@ from rollflow.tasks.objectives.surrogates import surrogate_loss
 
 
 class ObjectiveOfParts(Objective):
-    """An objective built from the parts that `config.PartsObjective` describes. The formula of each part is documented
-    beside its code."""
+    """An objective built from the parts of a `PartsObjective`."""
 
     def __init__(self, config: PartsObjective) -> None:
         self.config = config

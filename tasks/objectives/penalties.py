@@ -1,5 +1,4 @@
-"""Computes KL penalties of tokens. A KL penalty is added to the loss or subtracted from the reward. A KL penalty does
-not depend on the token's advantage. Shapes: M tokens."""
+"""Computes KL penalties of tokens, which are added to the loss or subtracted from the reward. Shapes: M tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
     """Estimate the divergence KL(new || old) for each token, from samples of the new policy (Schulman 2020,
     Approximating KL divergence).
 
-    With d = log(new/old), the estimator k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. The gradient of the
-    estimator k1 is zero on average over samples of the new policy.
+    With d = log(new/old), the estimator k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. The gradient of k1 is zero
+    on average over samples of the new policy.
     """
     change_M = (new_M - old_M).clamp(-BOUND, BOUND)
     match penalties.kl:
@@ -29,11 +28,10 @@ def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
 
 
 def adapt_weight(penalties: Penalties, weight: float, divergence: float) -> float:
-    """Return the KL penalty's weight for the next policy version, given the current policy version's divergence in nats
-    per token.
+    """Return the weight of the KL penalty for the next policy version, given the divergence in nats per token.
 
     The new weight is weight (1 + gain e), where e = divergence / target - 1 is clipped to [-0.2, 0.2] (Ziegler et al.
-    2019, section 2.2). If no `kl_target` is configured, the weight is returned unchanged.
+    2019, section 2.2). Without `kl_target`, the weight stays the same.
     """
     if penalties.kl_target is None:
         return weight

@@ -1,7 +1,7 @@
 """Presets: named objectives from papers and from other training systems, each defined by its parts.
 
-If a preset does not name a part of the objective, the part has its default. The presets' formulas are in
-docs/objectives.md, and `tests/contracts/test_objectives.py` compares each preset with its formula.
+A part that a preset does not name has its default. docs/objectives.md has the formulas of the presets, and
+`tests/contracts/test_objectives.py` checks each preset against its formula.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PresetName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A preset: the parts of an objective, and the paper from which the objective comes."""
+    """A preset: the parts of an objective, and the paper that it comes from."""
 
     paper: str
     parts: Mapping[str, Any]

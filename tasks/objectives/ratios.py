@@ -12,11 +12,11 @@ BOUND = 20.0  # largest log-ratio, in nats; float32 overflows at e^88, far above
 
 
 def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tensor:
-    """Return log(new / old), the log-ratio of two policies, for each token, clipped to [-`BOUND`, `BOUND`].
+    """Return the log-ratio log(new / old) of each token, clipped to [-`BOUND`, `BOUND`].
 
-    With the level `sequence`, each token gets the sum of the log-ratios over its row, which is the log-ratio of the
-    whole response. With the level `geometric`, each token gets the mean of the log-ratios over its row (GSPO: Zheng et
-    al. 2025).
+    With the level `sequence`, each token gets the sum of the log-ratios of its row, the log-ratio of the whole
+    response. With the level `geometric`, each token gets the mean of the log-ratios of its row (GSPO: Zheng et al.
+    2025).
     """
     change_M = new_M - old_M
     if level != "token":

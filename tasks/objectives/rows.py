@@ -1,4 +1,4 @@
-"""Reads a batch from its Arrow columns into flat numpy arrays, which objectives and learners use.
+"""Converts a batch from Arrow columns to flat numpy arrays, which objectives and learners use.
 
 Shapes: R is the number of rows (trajectories), and B the number of tokens with loss mask 1 in the batch.
 """
@@ -31,11 +31,10 @@ class ObservedTokens:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """A whole batch as flat arrays, with the offset of each row (trajectory). If the data type allows it, an array is a
-    view of an Arrow buffer and not a copy.
+    """A whole batch as flat arrays, with the offset of each row (trajectory). Where the data type allows it, an array
+    is a view of an Arrow buffer.
 
-    B is the number of tokens with loss mask 1 in the batch. Values of the B tokens with loss mask 1 are stored in a
-    flat array or tensor of length B, one row of the batch after the other.
+    Values of the B tokens with loss mask 1 are stored one row after the other.
     """
 
     tokens: np.ndarray  # int32, tokens of all rows
@@ -46,12 +45,11 @@ class BatchRows:
     versions: np.ndarray  # int32, B: policy version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0; a group has the same prompt and the same role
     rewards: np.ndarray  # float32, R: reward of each row
-    # int64, R: number of each row's episode, from 0. If it is None, each row is an episode of its own.
-    # The rows of an episode are its branches in order of time, and each sampled token belongs to one branch.
-    # Each role of an episode counts as an episode of its own, with its own returns and baseline.
+    # int64, R: episode number of each row, from 0; None if each row is an episode. Branches of an episode follow each
+    # other in time. Each role of an episode counts as a separate episode.
     episodes: np.ndarray | None = None
-    # float32, B: reward of each token besides the row's reward; NaN for a token without reward.
-    # None if no token has a reward.
+    # float32, B: reward of each token in addition to the row's reward; NaN for a token without reward; None if no token
+    # has a reward
     token_rewards: np.ndarray | None = None
     # int64, U: indices in `tokens` at which the recorded turns begin; a row without recorded turns is a single turn
     turn_starts: np.ndarray | None = None
@@ -109,9 +107,8 @@ class BatchRows:
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
     def with_observed(self) -> BatchRows:
-        """Return the batch with its observed tokens. A token is observed if it comes after the first token with loss
-        mask 1 of its row, and the policy did not sample it. Tokens before the first token with loss mask 1 belong to
-        the prompt or to the context of a branch."""
+        """Return the batch with its observed tokens. A token is observed if it follows the row's first token with loss
+        mask 1 and was not sampled by the policy."""
         last = self.offsets[1:] - 1
         first = (
             last
@@ -153,7 +150,7 @@ class EpisodeOrder:
 
 
 def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
-    """Return the number of the episode of each row; None if no row is a branch.
+    """Return the episode number of each row; None if no row is a branch.
 
     Raises:
         Corrupt: a branch does not come after the row from which it was split off.
@@ -173,9 +170,9 @@ def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
 
 
 def _split_roles(batch: TrajectoryBatch, numbers_R: np.ndarray) -> np.ndarray:
-    """Return new numbers, from 0. Two rows get the same number only if their old numbers and their roles are equal.
+    """Number rows again, so that rows have equal new numbers only if their old numbers and their roles are equal.
 
-    The numbers of a role are consecutive, so that each minibatch contains groups of all roles.
+    Numbers of a role are consecutive, so that each minibatch contains groups of all roles.
     """
     if batch.optional("role") is None:
         return numbers_R
@@ -195,7 +192,7 @@ def _read_turn_starts(batch: TrajectoryBatch, offsets: np.ndarray) -> np.ndarray
 
 
 def _read_turn_states(batch: TrajectoryBatch) -> np.ndarray | None:
-    """Return the state of each recorded turn; 0 if the state has no name. Return None if no state has a name."""
+    """Return the state of each recorded turn, 0 for an unnamed state; return None if no state has a name."""
     column, starts = batch.optional("turn_states"), batch.optional("turn_starts")
     if column is None or starts is None:
         return None
@@ -212,7 +209,7 @@ def _count_values(lists: pa.Array) -> np.ndarray:
 
 
 def _read_token_rewards(batch: TrajectoryBatch, offsets: np.ndarray, chosen: np.ndarray) -> np.ndarray | None:
-    """Return the rewards of the tokens with loss mask 1; NaN for a token without reward. Return None if no row has
+    """Return the rewards of the tokens with loss mask 1, NaN for a token without reward; return None if no row has
     token rewards."""
     column = batch.optional("token_rewards")
     if column is None:

@@ -1,7 +1,7 @@
-"""Computes the advantages of tokens from rewards of tokens or steps, without a critic. (With a critic, see `gae`.)
+"""Computes the advantages of tokens from rewards of tokens or steps, without a critic.
 
-A step is a token with a reward of its own. The reward of the whole response is separate, and is given at the last token
-of the response. The advantage of a token contains only the rewards of steps that end at this token or later.
+A step is a token with a reward of its own. The reward of the whole response is given separately, at its last token. The
+advantage of a token contains only rewards of steps that end at the token or later.
 
     baseline       advantage of token t; R is the reward of the response, and s_u the reward of the step ending at u
     none           R + sum over u >= t of s_u: the return-to-go (Williams 1992)
@@ -16,8 +16,7 @@ of the response. The advantage of a token contains only the rewards of steps tha
 With the scale "group", d is the standard deviation plus `EPSILON`; otherwise d is 1. The scales "batch" and "whiten"
 scale the sum by its standard deviation over all tokens of the batch.
 
-An episode of several branches counts once: its reward counts in A once, its steps count like those of one response, and
-the sums over u continue in the episode's later branches.
+An episode of several branches counts once: its reward counts in A once, and its steps count like those of one response.
 
 Shapes: R is the number of trajectories, E the number of episodes, B the number of tokens that the policy sampled, S the
 number of steps, and G the number of groups of responses to one prompt.
@@ -46,7 +45,7 @@ def compute_step_advantages(part: Advantage, shaped_R: Tensor, data: BatchRows) 
     """Return the advantage of each token in float64.
 
     `shaped_R` are the rewards of the responses, minus their penalties. `data.token_rewards` has the reward of each step
-    at the step's last token, and NaN at all other tokens.
+    at the step's last token, and NaN elsewhere.
     """
     steps_B, groups_R = torch.from_numpy(data.token_rewards), torch.from_numpy(data.groups)
     rows_B, tokens_R = torch.from_numpy(data.rows), torch.from_numpy(data.masked_tokens)
@@ -72,7 +71,7 @@ def compute_step_advantages(part: Advantage, shaped_R: Tensor, data: BatchRows) 
 
 
 def sum_following(values_B: Tensor, order: EpisodeOrder) -> Tensor:
-    """Return for each token the sum of the values of this token and all later tokens of its episode, in float64."""
+    """Return for each token the sum of the values of its episode from this token on, in float64."""
     values, found = values_B.double().numpy()[order.tokens], np.zeros(len(values_B))
     for first, end in pairwise(order.starts):
         found[order.tokens[first:end]] = np.cumsum(values[first:end][::-1])[::-1]
@@ -80,8 +79,8 @@ def sum_following(values_B: Tensor, order: EpisodeOrder) -> Tensor:
 
 
 def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
-    """Subtract from each step reward the baseline of its group. If `part.scale` is "group", divide by the standard
-    deviation of the group."""
+    """Subtract the baseline of its group from each step reward; with the scale "group", also divide by the standard
+    deviation."""
     group_S = groups_E[episode_S]
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0
     count_G, mean_G = _mean_by(group_S, rewards_S, groups)
@@ -98,9 +97,9 @@ def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, grou
 
 
 def _mean_of_others(rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
-    """Return for each step a baseline: the mean step reward of each other episode of the group, averaged over these
-    episodes. Episodes without steps do not count. If no other episode has steps, the baseline is the step's own reward,
-    so that the step has no effect."""
+    """Return the baseline of each step: the mean step reward of each other episode of the group, averaged over these
+    episodes. Episodes without steps do not count. A step without other episodes has its own reward as baseline, and so
+    no effect."""
     count_E, mean_E = _mean_by(episode_S, rewards_S, len(groups_E))
     counts_E = count_E > 0
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0
@@ -111,6 +110,6 @@ def _mean_of_others(rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> T
 
 
 def _mean_by(index_N: Tensor, values_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return for each index below `size` how many values have this index, and their mean (0 if there are none)."""
+    """Return for each index below `size` the number of values with this index, and their mean (0 if there are none)."""
     count = torch.bincount(index_N, minlength=size).double()
     return count, torch.zeros(size, dtype=torch.float64).index_add_(0, index_N, values_N) / count.clamp(min=1)

@@ -1,8 +1,8 @@
-"""Defines the config sections `ratio` and `surrogate` of `[train.objective]`, which determine the loss of each token.
+"""Defines the config sections `ratio` and `surrogate` of `[train.objective]`, which determine the loss of each
+token.
 
-The formulas of ratios and surrogate losses are in `ratios.py` and `surrogates.py`. In this module, A is the advantage,
-pi the trained policy, and mu the policy that the key `ratio.to` names. The module `surrogate_config` imports only
-pydantic, and not torch.
+The formulas are in `ratios.py` and `surrogates.py`. In this module, A is the advantage, pi the trained policy, and mu
+the policy that the key `ratio.to` names.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Fiel
 
 
 class Ratio(Section):
-    """Options of the probability ratio between the trained policy and an older policy, which the surrogate loss uses.
-    See `ratios.py`.
+    """Options of the probability ratio between the trained policy and an older policy, which the surrogate loss
+    uses.
     """
 
     to: Literal["behaviour", "proximal"] = Field(
@@ -67,8 +67,8 @@ class Clip(Section):
 
 
 class PolicyGradient(Section):
-    """Options of the policy-gradient loss (REINFORCE): the log-prob of a token times its advantage, multiplied by a
-    weight. The weight is the clamped probability ratio. No gradient flows through the weight.
+    """Options of the policy-gradient loss (REINFORCE): the log-prob of a token times its advantage, weighted by the
+    clamped probability ratio. No gradient flows through the weight.
     """
 
     kind: Literal["policy-gradient"] = Field(
@@ -102,8 +102,8 @@ class PolicyGradient(Section):
 
 
 class BinaryTv(Section):
-    """Options of the binary total-variation loss: the advantage times the probability ratio. A token counts only if its
-    probability is still close to its probability under the older policy.
+    """Options of the binary total-variation loss: the advantage times the probability ratio. Only tokens count whose
+    probability is still close to the probability under the older policy.
     """
 
     kind: Literal["binary-tv"] = Field(

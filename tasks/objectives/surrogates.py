@@ -12,8 +12,7 @@ from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip, Kimi, Pol
 
 
 def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
-    """Return the surrogate loss of each token. `old_M` are the log-probs under the older policy (the denominator of the
-    ratio)."""
+    """Return the surrogate loss of each token. `old_M` are the log-probs under the older policy."""
     match part:
         case Clip():
             return clip_loss(part, log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp(), tokens.advantage_M)
@@ -28,8 +27,7 @@ def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: T
 def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
     """Return PPO's clipped loss, -min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
 
-    If `dual` is a number c, the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5). If `dual` is None,
-    the loss of a token with A < 0 and a large ratio has no upper bound.
+    If `dual` is a number c, the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5).
     """
     plain_M = ratio_M * advantage_M
     held_M = ratio_M.clamp(1 - part.low, 1 + part.high) * advantage_M
@@ -42,12 +40,11 @@ def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
 
 
 def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
-    """Return REINFORCE's loss -w A log pi (Williams 1992), where the weight w is the clamped ratio without a gradient.
+    """Return REINFORCE's loss -w A log pi (Williams 1992), where w is the clamped ratio without gradient.
 
-    If positive and negative advantages have the same range, and the range begins at 0, the loss is that of TIS (Yao et
-    al. 2025) and CISPO (MiniMax 2025). If the range of the weight w is [1, 1] for A > 0 and [0, 1] for other A, the
-    loss is that of TOPR (Le Roux et al. 2025). If the range of the weight w is a single number, no token counts as
-    clipped.
+    With one range from 0 for positive and negative advantages, the loss is that of TIS (Yao et al. 2025) and CISPO
+    (MiniMax 2025). With w = 1 for A > 0 and the range [0, 1] for other A, the loss is that of TOPR (Le Roux et al.
+    2025). Where the range is a single number, no token counts as clipped.
     """
     advantage_M = tokens.advantage_M
     good_M = advantage_M > 0
@@ -59,11 +56,10 @@ def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedToken
 
 
 def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """Return the loss -r A; zero for a token whose probability has moved too far from its probability under the older
-    policy.
+    """Return the loss -r A, or zero for a token whose probability has moved too far from the older policy.
 
-    A token's move is pi - mu, the difference of its probabilities under the trained policy and under the older policy.
-    A token with A > 0 has moved too far if pi - mu > high, and a token with A < 0 has moved too far if pi - mu < -low.
+    The move is pi - mu, the difference of the token's probabilities under the trained and the older policy. The move is
+    too far if pi - mu > high for A > 0, or pi - mu < -low for A < 0.
     """
     advantage_M, moved_M = tokens.advantage_M, tokens.logp_M.detach().exp() - old_M.exp()
     over_M = ((advantage_M > 0) & (moved_M > part.high)) | ((advantage_M < 0) & (moved_M < -part.low))
@@ -74,8 +70,7 @@ def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: R
 def kimi_loss(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
     """Return Kimi's loss -A log pi + tau/2 (log r)^2 (Kimi Team 2025).
 
-    If r is the ratio of a whole response, (log r)^2 is divided among the tokens: each token gets log r times its own
-    log-ratio.
+    If r is the ratio of a whole response, each token gets log r times its own log-ratio.
     """
     whole_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level)
     own_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, "token")

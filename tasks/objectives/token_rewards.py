@@ -8,7 +8,7 @@ from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
 
 def check_token_rewards(objective: ObjectiveConfig) -> None:
     """Raise `ConfigError` if an objective cannot train tokens by their own rewards. An objective with a clipped ratio
-    of whole responses trains each token by the mean advantage of the response.
+    of whole responses trains all tokens of a response by their mean advantage.
     """
     if isinstance(objective, PartsObjective) and not objective.trains_tokens:
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""Computes the advantages of turns. Every token of a turn gets credit for the rewards of this turn and of later turns.
+"""Computes the advantages of turns: each token of a turn gets credit for the rewards of this turn and of later
+turns.
 
 An episode has the turns k = 1 to K, counted over all of its branches. The reward r_k of a turn is the sum of its
-tokens' rewards, minus their KL penalties. The last turn also gets the reward of the whole episode. The return of a turn
-is G_k = r_k + gamma G_k+1, with one factor gamma for each turn, as in ROLL and verl-agent.
+tokens' rewards, minus their KL penalties; the last turn also gets the reward of the episode. The return of a turn is
+G_k = r_k + gamma G_k+1, with one factor gamma for each turn, as in ROLL and verl-agent.
 
     credit  baseline         advantage of a token in turn k
     turn    none             G_k: REINFORCE with discounted returns (Williams 1992)
@@ -49,7 +50,7 @@ class Turns:
 
 
 def find_turns(data: BatchRows) -> Turns:
-    """Return the turns of a batch. A row whose turns are not recorded is a single turn."""
+    """Return the turns of a batch; a row whose turns are not recorded is a single turn."""
     recorded = np.zeros(0, np.int64) if data.turn_starts is None else data.turn_starts
     states = np.zeros(len(recorded), np.int64) if data.turn_states is None else data.turn_states
     rows = np.searchsorted(data.offsets, recorded, "right") - 1
@@ -91,7 +92,7 @@ def compute_turn_advantages(part: Advantage, shaped_R: Tensor, data: BatchRows, 
         shared = turns.numbers if part.credit == "turn" else _name_states(turns.states)
         found_T = _compare(part, return_T, _number_pairs(groups_E[episode_T].numpy(), shared))
         if part.credit == "state":
-            # An episode without tokens has no turn, but counts in the mean of its group.
+            # An episode without tokens has no turn, but its reward counts in the mean of its group.
             empty_E = torch.from_numpy(np.diff(order.starts) == 0)
             total_E = torch.where(empty_E, final_E, 0.0).index_add(0, episode_T, reward_T)
             found_T = _compare(part, total_E, groups_E)[episode_T] + part.state_weight * found_T
@@ -113,8 +114,8 @@ def discount_returns(rewards: Sequence[float], episodes: Sequence[int], gamma: f
 
 
 def _sum_rewards(turns: Turns, data: BatchRows, price_B: Tensor, final_E: Tensor) -> Tensor:
-    """Return the reward of each turn: its tokens' rewards minus their KL penalties. The last turn of an episode also
-    gets the reward of the episode."""
+    """Return the reward of each turn: the rewards of its tokens minus their KL penalties. The last turn of an episode
+    also gets the reward of the episode."""
     paid_B = -price_B.double().numpy()
     if data.token_rewards is not None:
         paid_B = paid_B + np.nan_to_num(data.token_rewards.astype(np.float64))
@@ -125,16 +126,15 @@ def _sum_rewards(turns: Turns, data: BatchRows, price_B: Tensor, final_E: Tensor
 
 
 def _compare(part: Advantage, values_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Subtract from each value the baseline of its group. If `part.scale` is "group", divide by the standard deviation
-    of the group."""
+    """Subtract the baseline of its group from each value; with the scale "group", also divide by the standard
+    deviation."""
     ones_N, all_N = torch.ones_like(values_N), torch.ones_like(groups_N, dtype=torch.bool)
     centred_N = subtract_baseline(part, values_N, groups_N, ones_N, all_N)
     return scale_advantages(part, values_N, centred_N, groups_N, ones_N, all_N) if part.scale == "group" else centred_N
 
 
 def _name_states(states: np.ndarray) -> np.ndarray:
-    """Return a number for each turn. Two turns have the same number only if they acted in the same state and this state
-    has a name."""
+    """Return a number for each turn; numbers are equal only for turns that acted in the same named state."""
     alone = states == UNNAMED_STATE
     found = np.unique(states, return_inverse=True)[1] + len(states)
     found[alone] = np.arange(len(states))[alone]

@@ -79,8 +79,8 @@ class TrainedModels:
         self._add_roles()
 
     def try_model(self) -> None:
-        """Test whether the model can be trained. A learner without weights (`blank`) calls `try_model` after its
-        weights are loaded; any other learner calls it at its start.
+        """Test whether the model can be trained. A learner that was created without weights (`blank`) calls `try_model`
+        after its weights are loaded.
 
         Raises:
             ConfigError: the model cannot be trained.
