@@ -1,6 +1,6 @@
 """Builds environments.
 
-The module `base` defines the contract of all environments. Each kind of environment is defined in its own module.
+The module `base` defines the contract of all environments.
 """
 
 from __future__ import annotations

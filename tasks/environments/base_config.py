@@ -21,7 +21,7 @@ class EnvironmentBase(Section):
 
     @property
     def tool_parts(self) -> Mapping[str, ImportTool]:
-        """The environment's tools, by name. An environment config with tools overrides this property."""
+        """The environment's tools, by name. Configs of environments with tools override `tool_parts`."""
         return {}
 
     @property

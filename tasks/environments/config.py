@@ -44,7 +44,7 @@ class GameEnvironment(LimitedEnvironment, EnvironmentBase):
 
 
 class FrozenLakeEnvironment(GameEnvironment):
-    """The game FrozenLake, in which every move succeeds (no slipping)."""
+    """The game FrozenLake without slipping: every move succeeds."""
 
     kind: Literal["frozen-lake"] = Field(
         "frozen-lake",
@@ -85,8 +85,10 @@ class ImportEnvironment(Imported, LimitedEnvironment, EnvironmentBase):
     )
     tools: dict[str, ImportTool] = Field(
         default_factory=dict,
-        description="tools of the environment by name; a tool is an asynchronous function that is annotated to "
-        "return a ToolResult",
+        description=(
+            "tools of the environment by name; a tool is an asynchronous function that is annotated to return a "
+            "ToolResult"
+        ),
     )
 
     @property

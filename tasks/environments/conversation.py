@@ -1,4 +1,4 @@
-"""Stores the messages of a conversation after the prompt. An episode adds messages turn by turn."""
+"""Stores the messages of a conversation after the prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollflow.tasks.environments.ports import Message, Renderer
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The tokens with which an episode continues: they are appended, or begin a new branch if `branches` is true."""
+    """The tokens with which an episode continues; if `branches` is true, they begin a new branch."""
 
     tokens: Sequence[int]
     branches: bool
@@ -22,19 +22,19 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages after the prompt up to the newest answer. If `is_known` is false, the messages are not known,
-    because the environment wrote the context as tokens.
+    """The messages after the prompt up to the newest answer. `is_known` is false if the environment wrote the context
+    as tokens, so that the messages are unknown.
     """
 
     earlier: tuple[Message, ...] = ()  # messages that the chat template has rewritten in the context
-    recent: tuple[Message, ...] = ()  # messages after those; their answers are unchanged since they were generated
+    recent: tuple[Message, ...] = ()  # later messages, whose answers are unchanged since they were generated
     begun: int = 0  # position in the response at which the newest answer begins
     is_known: bool = True
 
     def extend(
         self, renderer: Renderer, prompt: Prompt, response: Int32s, messages: Sequence[Message]
     ) -> tuple[Conversation, Extension]:
-        """Return the conversation with the newest answer added, and the tokens with which the episode continues when
+        """Return the conversation with the newest answer, and the tokens with which the episode continues when
         `messages` follow.
 
         Raises:

@@ -1,9 +1,9 @@
-"""Plays a game on a grid. In each turn, the policy writes one letter, and the environment replies with the new
+"""Plays a game on a grid: in each turn, the policy writes one letter, and the environment replies with the new
 positions.
 
     board in the prompt --> ( one letter of the policy --> what has moved )* --> reward 1 at the goal, else 0
 
-The board comes from the prompt's reference, so an episode depends only on its prompt and on the policy's moves.
+The board comes from the reference of the prompt, so an episode depends only on its prompt and the policy's moves.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ KEY = "environment"
 
 
 class ImportedEnvironment(Environment):
-    """Wraps the user-defined environment class that the config key `environment.path` names.
+    """Wraps the user-defined environment class that `environment.path` names.
 
-    If the user-defined environment raises an error, only the current episode fails.
+    An error of the class fails only the current episode.
     """
 
     def __init__(self, config: ImportEnvironment) -> None:
@@ -35,7 +35,7 @@ class ImportedEnvironment(Environment):
         self.has_turns = self._own.has_turns
 
     async def play(self, episode: Episode) -> Score | None:
-        """Run an episode. If the user-defined environment raises an error, the score is 0."""
+        """Run an episode; after an error in the user-defined environment, the score is 0."""
         try:
             score = await self._own.play(episode)
         except Unjudged as error:
@@ -44,7 +44,7 @@ class ImportedEnvironment(Environment):
             if episode.snapshot is not None:
                 raise
             return failure_score(self._name, error)
-        except RollflowError:  # errors of the run, such as a failed engine, do not count as errors of the environment
+        except RollflowError:  # errors of the run, such as a failed engine, are not errors of the environment
             raise
         except asyncio.CancelledError as error:
             if is_cancelled():
@@ -55,7 +55,7 @@ class ImportedEnvironment(Environment):
         return None if score is None else self._check(score, episode)
 
     async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> Mapping[str, float]:
-        """Return the measures of the user-defined environment; return no measures if it raises an error."""
+        """Return the measures of the user-defined environment, or no measures if it raises an error."""
         try:
             found = await self._own.measure(logprobs, ports)
             return {str(name): check_number(f"the measure {name!r}", value) for name, value in found.items()}
@@ -66,8 +66,7 @@ class ImportedEnvironment(Environment):
             return {}
 
     def _check(self, score: object, episode: Episode) -> Score:
-        """Return the score of an episode; if the environment's score is invalid, return the score of a failed
-        episode."""
+        """Return the score of an episode; an invalid score becomes the score of a failed episode."""
         valid = validate_score(self._name, score)
         try:
             check_length(valid, len(episode.response))

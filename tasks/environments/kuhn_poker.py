@@ -3,8 +3,8 @@
     first    card --> its action --> action of `second` --> its action
     second   card and first action --> its action
 
-A role reads only its own card and the actions, as one letter each. What a role wins is its reward, so the rewards of
-the roles are opposite. An action that is neither a pass nor a bet loses the largest stake.
+A role reads only its own card and the actions, one letter each. The reward of a role is what it wins, so the two
+rewards are opposite. An illegal action loses the largest stake.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class KuhnPoker(Environment):
-    """The environment of Kuhn poker. An episode is one hand, with the cards that the prompt names."""
+    """The environment of Kuhn poker, in which an episode is one hand with the cards of the prompt."""
 
     async def play(self, episode: Episode) -> Score | None:
         """Play a hand. The outcome is "correct" if all actions are legal, no matter which player wins."""
@@ -48,8 +48,8 @@ class KuhnPoker(Environment):
         return _score_hand(won, history, Outcome.CORRECT)
 
     async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> Mapping[str, float]:
-        """Return the exact exploitability of the policy, and the exact value of the game for the first player in
-        self-play. The probabilities of the two legal actions are scaled so that their sum is 1."""
+        """Return the exploitability of the policy, and the value of the game for the first player in self-play, both
+        exact. The probabilities of the two legal actions are scaled to the sum 1."""
         strategy = dict[str, float]()
         for state in STATES:
             context = _encode(ports.tokenizer, state)
@@ -62,8 +62,8 @@ class KuhnPoker(Environment):
 
 
 def _tell_role(episode: Episode, seat: int, state: str) -> bool:
-    """Let a player (role) act, after adding the newest action of the other player to its context. Return False if the
-    response has no room for another action."""
+    """Let a player (role) act after the other player's newest action; return False if there is no room for an
+    action."""
     tokenizer = episode.ports.tokenizer
     episode.take_role(ROLES[seat])
     if len(state) <= 1 + seat:  # the first turn of the role
@@ -78,8 +78,7 @@ def _tell_role(episode: Episode, seat: int, state: str) -> bool:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
-    """Return the tokens of a text, in which each letter is tokenized separately, because the policy samples an action
-    as a separate token."""
+    """Return the tokens of a text, letter by letter, because the policy samples each action as a separate token."""
     return [token for letter in text for token in tokenizer.encode_response(letter)]
 
 

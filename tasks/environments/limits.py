@@ -1,4 +1,4 @@
-"""Defines the limits and stop strings of an episode, and the clock that measures how long an environment computes."""
+"""Defines limits and stop strings of an episode, and the clock that measures how long an environment computes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class ComputedTime:
     is_setup: bool = True  # True before the first generation
 
     def add(self, seconds: float) -> None:
-        """Add seconds for which the environment has computed."""
+        """Add seconds in which the environment has computed."""
         self.turn += seconds
         self.episode += seconds
 
     def begin_turn(self) -> None:
-        """Begin to count the time of a new turn, because the policy has generated a response."""
+        """Begin the time of a new turn, after the policy has generated a response."""
         self.turn, self.is_setup = 0.0, False
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """The limits that the config section `[environment]` sets for each episode. None means no limit."""
+    """The limits of each episode in the config section `[environment]`; None means no limit."""
 
     max_turns: int | None = None
     max_turn_tokens: int | None = None
@@ -39,8 +39,8 @@ class EpisodeLimits:
     unparsable_penalty: float = 0.0
 
     def find_reached(self, turns: int, tokens: int) -> str:
-        """Return why an episode with this number of turns and sampled tokens may have no further turn; "" if it may
-        have another turn."""
+        """Return why an episode with this number of turns and sampled tokens has no further turn; "" if it may have
+        one."""
         if self.max_turns is not None and turns >= self.max_turns:
             return f"the episode reached environment.max_turns = {self.max_turns}"
         if self.max_episode_tokens is not None and tokens >= self.max_episode_tokens:
@@ -48,8 +48,7 @@ class EpisodeLimits:
         return ""
 
     def bound_turn(self, room: int, tokens: int) -> int:
-        """Return the largest number of tokens that the next turn may have, if the episode has `tokens` sampled tokens
-        so far."""
+        """Return the largest number of tokens of the next turn, after `tokens` sampled tokens in the episode."""
         if self.max_turn_tokens is not None:
             room = min(room, self.max_turn_tokens)
         return room if self.max_episode_tokens is None else min(room, self.max_episode_tokens - tokens)
@@ -60,8 +59,8 @@ class EpisodeLimits:
         return any(limit is not None for limit in (self.setup_seconds, self.turn_seconds, self.episode_seconds))
 
     def bound_seconds(self, used: ComputedTime) -> tuple[float, str]:
-        """Return the seconds for which an environment may still compute, and the error message for an environment that
-        computes longer. Without a limit, the seconds are infinite.
+        """Return the seconds for which an environment may still compute, and the error message after that. Without a
+        limit, the seconds are infinite.
         """
         turn = "setup_seconds" if used.is_setup and self.setup_seconds is not None else "turn_seconds"
         bounds = [
@@ -87,8 +86,8 @@ class StepClock:
     """A clock that measures nothing, for an environment without time limits."""
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Start counting time, because the environment computes from now on. If `turn_ended` is true, this time counts
-        for the next turn."""
+        """Start counting time, because the environment computes from now on. With `turn_ended`, the time counts for the
+        next turn."""
 
     def pause(self) -> None:
         """Stop counting time, because the environment waits for the policy or the scorer, or has ended."""
@@ -98,22 +97,21 @@ NO_CLOCK = StepClock()
 
 
 class TurnClock(StepClock):
-    """Measures the time for which an environment computes. Waits for generations and scores do not count.
+    """Measures the time for which an environment computes, without its waits for generations and scores.
 
-    An environment may wait for several scores at the same time. The time of the environment counts again when all its
-    waits have ended.
+    Time counts again when all simultaneous waits have ended.
     """
 
     def __init__(self, limits: EpisodeLimits, expire: Callable[[str], None]) -> None:
-        """Start the clock. When the environment has computed for too long, the clock calls `expire` with the reason."""
+        """Start the clock; `expire` is called with the reason when the environment has computed for too long."""
         self._limits, self._expire = limits, expire
         self._used, self._since = ComputedTime(), 0.0
         self._handle: asyncio.TimerHandle | None = None
-        self._waits = 1  # number of waits that have not ended; `go_on` ends the first wait at the start
+        self._waits = 1  # number of waits that have not ended; the first call of `go_on` ends the first wait
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Start counting time, because the environment computes from now on. If `turn_ended` is true, this time counts
-        for the next turn."""
+        """Start counting time, because the environment computes from now on. With `turn_ended`, the time counts for the
+        next turn."""
         if turn_ended:
             self._used.begin_turn()
         self._waits -= 1

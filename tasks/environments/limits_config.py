@@ -1,5 +1,5 @@
-"""Defines config keys that several kinds of environments share: limits of an episode with several turns, and limits for
-environments with processes or tools."""
+"""Defines config keys that several kinds of environments share: limits of episodes, and limits of processes and
+tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_EPISODES = 10_000
 
 class LimitedEnvironment(Section):
     """Base class of the configs of environments whose episodes may have several turns. Each kind of environment may
-    change the defaults of these keys."""
+    change the defaults."""
 
     max_turns: int | None = Field(
         None,

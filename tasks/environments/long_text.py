@@ -12,8 +12,7 @@ LONG = 10_000  # number of characters; shorter texts are tokenized within millis
 
 
 async def compute_apart(texts: Iterable[str], compute: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
-    """Call a function that works on `texts`, and return its result. If the texts are long, the function runs in a
-    thread."""
+    """Call a function that works on `texts`, in a thread if the texts are long; return its result."""
     if sum(map(len, texts)) < LONG:
         return compute(*arguments, **options)
     return await asyncio.to_thread(compute, *arguments, **options)

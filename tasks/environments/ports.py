@@ -1,11 +1,11 @@
-"""Defines the services that a run gives to an environment: tokenizer, renderer, tools and clock.
+"""Defines the services that a run provides to an environment: tokenizer, renderer, tools and clock.
 
     tokenizer   text to tokens and back
     renderer    chat messages to tokens, and a response back to a message
     tools       the functions of `[environment.tools]`, by name
     clock       seconds, on the event loop's clock; an environment sleeps with `asyncio.sleep`
 
-The scorer is a method of the episode (`Episode.score`, `Episode.judge`). Ports are the same objects for all episodes.
+All episodes share the same services.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rollflow.storage.records import Prompt
 from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tools import Toolbox
 
-# A message has a `role` and a `content`.
-# If a message has a `frame`, a policy without chat template reads the frame with the content in place of "{}".
+# A message has a `role` and a `content`. A policy without chat template reads the `frame` of a message, with the
+# content in place of "{}".
 Message = Mapping[str, str]
 
 
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         """Convert tokens to text, including special tokens."""
 
     def decode_response(self, tokens: Sequence[int]) -> str:
-        """Decode a response to the text that a scorer reads. A stop token at the end of the response is left out."""
+        """Decode a response to the text that a scorer reads, without a stop token at the end."""
 
 
 class Renderer(Protocol):
@@ -44,16 +44,15 @@ class Renderer(Protocol):
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
         """Return the tokens to append to `response`, so that the messages follow and the policy can answer.
 
-        The prompt and `response` are not tokenized again, so the tokens that the policy sampled stay unchanged. The
-        text of a control token in a message becomes ordinary tokens.
+        The prompt and `response` are not tokenized again, so sampled tokens stay unchanged. The text of a control token
+        in a message becomes ordinary tokens.
 
         Raises:
             ConfigError: the policy's chat template rejects the messages.
         """
 
     def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
-        """Return the tokens of a prompt after a text was added to the last user message, and the tools' schemas were
-        added.
+        """Return the tokens of a prompt with a text added to its last user message, and with the schemas of tools.
 
         Raises:
             ConfigError: the policy's chat template rejects the tools.
@@ -65,11 +64,11 @@ class Renderer(Protocol):
     def rewrite(
         self, prompt: Prompt, earlier: Sequence[Message], recent: Sequence[Message], messages: Sequence[Message]
     ) -> Sequence[int] | None:
-        """Return the new tokens of the whole conversation after the prompt, if the chat template changes a recent
-        answer because `messages` follow. Return None if all recent answers stay unchanged.
+        """Return the new tokens of the conversation after the prompt, if the chat template changes a recent answer
+        because of `messages`. The result is None if all recent answers stay unchanged.
 
-        `earlier` and `recent` are the messages after the prompt. In the context, the chat template has already
-        rewritten the answers among the `earlier` messages.
+        `earlier` and `recent` are the messages after the prompt. Answers among the `earlier` messages were already
+        changed by the chat template.
 
         Raises:
             ConfigError: the policy's chat template rejects the messages.
@@ -80,7 +79,7 @@ class Renderer(Protocol):
 
 
 class _NoText:
-    """Replaces the tokenizer and the renderer in a run without a policy folder. Every method raises `ConfigError`."""
+    """Replaces tokenizer and renderer in a run without a policy folder; every method raises `ConfigError`."""
 
     def encode_response(self, text: str) -> Sequence[int]:
         _refuse()
@@ -122,7 +121,7 @@ def _read_clock() -> float:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPorts:
-    """The ports. See the module's docstring."""
+    """The services of a run for its environment: tokenizer, renderer, tools and clock."""
 
     tokenizer: Tokenizer = NO_TEXT
     renderer: Renderer = NO_TEXT

@@ -1,4 +1,4 @@
-"""Defines the environment with one response per prompt. The prompt's scorer scores the response."""
+"""Defines the environment with one response per prompt, which the prompt's scorer scores."""
 
 from __future__ import annotations
 

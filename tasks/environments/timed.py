@@ -1,14 +1,11 @@
-"""Simulates an environment with several turns. The simulated environment only waits, and adds meaningless tokens.
+"""Simulates an environment with several turns, which only waits and adds meaningless tokens.
 
     reset --> ( generate --> step --> add )* --> generate --> step --> judge
 
-- The number of turns and their token limits depend only on the episode's seed and prompt, so a long episode that was
-  discarded is long again. The seconds of a step, failures and hangs also depend on the attempt, because they belong to
-  the machine on which the environment runs.
-- An environment that fails or hangs ends its episode with the outcome "unjudged", because the policy did not cause it.
-- The timed environment reads time only from the event loop, so it runs unchanged on a virtual clock.
-
-An episode with `places` waits for a place before its reset, and frees the place when it ends or is cancelled.
+- The number of turns and their token limits depend only on the seed and the prompt of the episode, so a discarded long
+  episode is long again. The seconds of a step, failures and hangs also depend on the attempt, as on a real machine.
+- An environment that fails or hangs ends its episode as unjudged, because the policy did not cause the failure.
+- Time is read only from the event loop, so the environment also runs on a virtual clock.
 """
 
 from __future__ import annotations
@@ -44,10 +41,10 @@ class Step:
 
 
 class TimedEnvironment(Environment):
-    """A simulated environment whose steps only wait. See the module's docstring."""
+    """A simulated environment whose steps only wait."""
 
     def __init__(self, config: TimedEnvironmentConfig, tokens_per_tick: int = 1) -> None:
-        """Create the environment. `config.places` limits how many episodes run at the same time.
+        """Create the environment, of which at most `config.places` episodes run at the same time.
 
         Args:
             tokens_per_tick: number of real tokens that one token of the simulated engines stands for.
@@ -59,7 +56,7 @@ class TimedEnvironment(Environment):
         )
 
     async def play(self, episode: Episode) -> Score | None:
-        """Play one episode. The number of turns is drawn at random, and a step of the environment follows each turn."""
+        """Play one episode with a random number of turns, each followed by a step."""
         async with self._places:
             limits = self.draw_limits(episode.prompt.index, episode.seed)
             seconds, failure = self.draw_times(episode.seed, episode.attempt, len(limits))
@@ -90,8 +87,7 @@ class TimedEnvironment(Environment):
         return asyncio.sleep(min(seconds, LONGEST_SECONDS))
 
     def draw_limits(self, prompt: int, seed: int) -> list[int | None]:
-        """Draw the number of turns of an episode, and for each turn the largest number of tokens that the policy may
-        generate."""
+        """Draw the number of turns of an episode, and the largest number of tokens of each turn."""
         config, draw = self._config, random.Random(f"turns {seed}")
         z = math.sqrt(1.0 - config.correlation) * draw.gauss(0.0, 1.0)
         if config.correlation:
@@ -113,11 +109,10 @@ class TimedEnvironment(Environment):
                 yield Step(seconds, FAILED if fate < config.hangs + config.failures else None)
 
     def draw_times(self, seed: int, attempt: int, turns: int) -> tuple[array[float], Score | None]:
-        """Draw the seconds of the reset and of all steps of an episode, up to the first step that fails. Return the
-        seconds, and the episode's score if a step fails.
+        """Draw the seconds of the reset and of all steps, up to the first step that fails. The result also has the
+        score of the episode if a step fails.
 
-        All steps are drawn at the start, because a random generator that lives as long as the episode would need 2.5 kB
-        of memory.
+        All steps are drawn at the start, because a random generator for each episode would need 2.5 kB of memory.
         """
         seconds = array("d")
         for step in islice(self.draw_steps(seed, attempt), turns + 1):

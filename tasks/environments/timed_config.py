@@ -10,12 +10,12 @@ from rollflow.tasks.environments.base_config import EnvironmentBase
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, refuse
 
-WIDEST = 10.0  # largest sigma of a lognormal distribution; a far larger sigma could draw an infinite number
+WIDEST = 10.0  # largest sigma of a lognormal distribution; a larger sigma could draw an infinite number
 
 
 class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
-    """A simulated environment for tests and planning, whose steps only wait. The number of turns, the lengths of turns
-    and the seconds of each step are drawn at random.
+    """A simulated environment for tests and planning, whose steps only wait. Numbers and lengths of turns and the
+    seconds of each step are drawn at random.
     """
 
     kind: Literal["timed"] = Field(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-# A call without an end tag reaches to the end of the text. Otherwise, the search would take quadratic time.
+# A call without an end tag reaches to the end of the text, because the search would otherwise take quadratic time.
 CALL = re.compile(f"{BEGIN}(.*?)(?:{END}|\\Z)", re.DOTALL)
 MOST_CALLS = 16  # largest number of calls in one turn
 RESULT_FRAME = "\n<tool_response>{}</tool_response>\n"  # text around a result, for a policy without chat template
@@ -30,9 +30,9 @@ class ActionCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The policy's action in a turn: its words without thoughts and calls, and its tool calls in order.
+    """The policy's action in a turn: its text without thoughts and calls, and its tool calls in order.
 
-    If a call is malformed, `fault` gives the reason, and `calls` is empty.
+    For a malformed call, `fault` is the reason, and `calls` is empty.
     """
 
     content: str
@@ -41,7 +41,7 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-    """Read the tool calls in the text of a response. A call within a thought does not count, even if the thought has no
+    """Read the tool calls in the text of a response. Calls within a thought do not count, even if the thought has no
     end tag."""
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     content = CALL.sub("", text).strip()
@@ -69,7 +69,7 @@ def _parse_call(whole: str, inner: str) -> ActionCall:
 async def perform_calls(action: Action, perform: Callable[[int, ActionCall], Awaitable[str]]) -> list[str]:
     """Execute the tool calls of a turn in order, and return the texts that the policy reads.
 
-    The function `perform` gets a call and its position in the turn, and returns the result of the call.
+    `perform` gets a call and its position in the turn, and returns the result of the call.
     """
     if action.fault:
         return [f"error: {action.fault}"]

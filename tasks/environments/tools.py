@@ -1,7 +1,6 @@
-"""Runs tools. A tool is an asynchronous function that an environment calls when the policy requests it.
+"""Runs tools, which are asynchronous functions that an environment calls when the policy requests them.
 
-If the policy's tool call has a wrong name or wrong arguments, fails or misses its deadline, the policy reads the reason
-as the tool's result. A failed tool call does not make the episode fail.
+If a call has a wrong name or wrong arguments, fails or is too slow, the policy reads the reason as the result.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LONGEST_ERROR = 200  # largest number of characters of an error message that the
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call, as text. `is_error` is True if the call failed."""
+    """The result of a tool call, as text; `is_error` is True if the call failed."""
 
     text: str
     is_error: bool = False
@@ -38,8 +37,8 @@ class Toolbox:
     tools: Mapping[str, tuple[Tool, float]] = field(default_factory=dict)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool with keyword arguments. If the call fails, return the reason as the tool's result."""
-        # the policy may write any JSON value as the tool's name
+        """Call a tool with keyword arguments; if the call fails, return the reason as the result."""
+        # The policy may write any JSON value as the name of a tool.
         if not isinstance(name, str) or name not in self.tools:
             what = f"there is no tool {name!r}"[:LONGEST_ERROR]
             return ToolResult(f"{what}; the tools are {', '.join(self.tools) or 'none'}", True)

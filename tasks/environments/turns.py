@@ -1,8 +1,7 @@
-"""Stores the turns of an episode, and the branches to which the turns belong.
+"""Stores the turns of an episode, and the branches to which they belong.
 
-A branch contains the tokens after the prompt, up to the point at which the environment rewrote the context. Then a new
-branch begins. Each role of an episode has branches of its own. A position is the number of tokens between the prompt
-and a token.
+A branch contains the tokens after the prompt, until the environment rewrites the context and a new branch begins. Each
+role of an episode has branches of its own. A position is the number of tokens between the prompt and a token.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class LivedTurn:
 class LivedBranch:
     """The tokens of one branch of an episode, and its turns.
 
-    The tokens are stored in parts; a part is a generation, or tokens that the environment added. The parts are joined
-    only when they are read, so that adding a turn does not copy earlier turns.
+    The tokens are stored in parts (generations, or tokens of the environment), which are joined when they are read.
+    Adding a turn does not copy earlier turns.
     """
 
     role: str = ""  # name of the role that acts in the branch; "" if the episode has no roles
@@ -73,7 +72,7 @@ class LivedBranch:
         return ModelInput(Int32s(b"".join([prompt.flat.data, *self._parts[::3]])), prompt.placed)
 
     def ends_with(self, tokens: Int32s) -> bool:
-        """Return whether `tokens` are the same memory as the newest part of the branch. Such tokens need no check."""
+        """Return whether `tokens` are the newest part of the branch, which needs no check."""
         return bool(self._parts) and tokens.data is self._parts[-3]
 
     def add_given(self, tokens: Int32s) -> None:
@@ -82,7 +81,7 @@ class LivedBranch:
         self._add_part(tokens.data, bytes(Float32s.size * count), UNSAMPLED * count)
 
     def add_generation(self, generation: Generation, state: int) -> LivedTurn | None:
-        """Append a generation, and return its turn. Return None if the generation contains no token."""
+        """Append a generation and return its turn, or None if the generation has no token."""
         start = self.length
         made = generation.made
         self._add_part(made.tokens.data, made.logprobs.data, made.versions.data)
@@ -108,10 +107,10 @@ class LivedBranch:
         return Int64s.of(states) if any(state != UNNAMED_STATE for state in states) else None
 
     def place_rewards(self, values: Float32s | None) -> Float32s | None:
-        """Return the reward of each token: NaN for a token without a reward. Return None if no token has a reward.
+        """Return the reward of each token (NaN without a reward), or None if no token has a reward.
 
-        The reward of a turn is added at the turn's last token. `values` are further rewards of single tokens of the
-        branch; the value of a token that the policy did not sample moves to the last sampled token before it.
+        The reward of a turn is added at its last token. `values` are rewards of single tokens; a value of a token that
+        was not sampled moves to the last sampled token before it.
         """
         found = None if values is None else move_to_sampled(values, np.frombuffer(self.mask, bool))
         rewards = {turn.end - 1: turn.reward for turn in self.turns if turn.reward is not None}
@@ -125,7 +124,7 @@ class LivedBranch:
 
 @dataclass(eq=False, slots=True)
 class LivedEpisode:
-    """All branches of an episode, in the order in which they began. The last branch of the acting role is the current
+    """All branches of an episode, in the order in which they began. The newest branch of the acting role is the current
     branch."""
 
     branches: list[LivedBranch] = field(default_factory=lambda: [LivedBranch()])
@@ -138,7 +137,7 @@ class LivedEpisode:
 
     @property
     def played(self) -> list[LivedBranch]:
-        """The branches that contain a turn; if no branch contains a turn, only the current branch."""
+        """The branches with turns; if there are none, the current branch."""
         return [branch for branch in self.branches if branch.turns] or [self.current]
 
     @property
@@ -171,14 +170,14 @@ class LivedEpisode:
         self._upcoming = state
 
     def start_branch(self, tokens: Int32s) -> None:
-        """Begin a branch with `tokens`. The policy is not trained on these tokens in the new branch."""
+        """Begin a branch with `tokens`, on which the policy is not trained."""
         kept = (branch for branch in self.branches if branch.turns or branch.role != self.role)
         self.current = LivedBranch(self.role)
         self.branches = [*kept, self.current]
         self.current.add_given(tokens)
 
     def take_role(self, name: str) -> None:
-        """Let a role act. A role that has acted before continues its newest branch.
+        """Let a role act; a role that has acted before continues its newest branch.
 
         Raises:
             ValueError: the name is empty or too long.

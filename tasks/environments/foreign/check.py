@@ -35,8 +35,7 @@ def check_environment(config: ForeignEnvironment) -> None:
 
 
 def run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a new thread and return its result. The caller's thread may already have a running event
-    loop."""
+    """Run a coroutine in a new thread and return its result, because the caller may already run an event loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(work)).result()
 

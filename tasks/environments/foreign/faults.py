@@ -19,7 +19,7 @@ import signal
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import FAILED, LONGEST_FAILURE, Score, make_storable
 
-# signals by which the system or a person ends a process; the policy cannot have caused such an end
+# signals by which the system or a person ends a process, so that the policy cannot have caused the end
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
@@ -30,8 +30,8 @@ class CallFailed(Exception):
 class WorldEnded(Exception):
     """Raised if the worker process of an episode cannot be used any more.
 
-    `outcome` is `UNJUDGED` if the policy cannot have caused the end. `is_counted` is true if the end was already
-    counted as a failure of the environment.
+    `outcome` is `UNJUDGED` if the policy cannot have caused the end of the process. `is_counted` is true if the end was
+    already counted as a failure.
     """
 
     def __init__(self, outcome: Outcome, reason: str) -> None:

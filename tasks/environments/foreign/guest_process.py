@@ -1,8 +1,8 @@
-"""Starts the worker processes of one environment (together called the guest), and controls them from an event loop.
+"""Starts the worker processes of one environment, and controls them from an event loop.
 
-The guest's first process is the keeper (see `guest.keeper`). If the keeper dies, the kernel kills the guest's
-processes. `Guest` also kills the remaining processes whose environment variables contain the guest's mark; a process
-inherits this mark from the process that started it, unless it is started with other environment variables.
+The first worker process (see `guest.keeper`) starts and ends the others. If the first process dies, the kernel kills
+the others. `Guest` also kills processes that are found by a mark in their environment variables, which child processes
+inherit.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.guest import boot
 from rollflow.tasks.environments.guest.wire import LONGEST_PACKET, MARK, pack_packet, receive_packet, send_packet
 
-END_SECONDS = 10.0  # largest number of seconds that the keeper may take to end
+END_SECONDS = 10.0  # largest number of seconds that the first worker process may take to end
 AGAIN_SECONDS = 0.01  # seconds between two tries to write to a full socket, or to kill processes
-# Without these variables, libraries that numpy uses would start threads at their import.
-# A process with threads cannot be forked safely.
+# Without these variables, libraries of numpy would start threads at their import, and a process with threads cannot be
+# forked safely.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -49,7 +49,7 @@ class Guest:
         self._release = weakref.finalize(self, _close_control, asyncio.get_running_loop(), self._control)
 
     async def start(self) -> None:
-        """Start the keeper.
+        """Start the first worker process.
 
         Raises:
             OSError: the interpreter cannot be started.
@@ -66,12 +66,12 @@ class Guest:
         finally:
             self._theirs.close()
         self.keeper = self._process.pid
-        with contextlib.suppress(OSError):  # if the keeper has ended, `_read` notices it
+        with contextlib.suppress(OSError):  # if the first worker process has ended, `_read` notices it
             self._control.send(packet)
         asyncio.get_running_loop().add_reader(self._control, _call_weakly(self._read))
 
     async def open_episode(self, number: int) -> socket.socket:
-        """Start the process of an episode, and return the socket that is connected to the process.
+        """Start the process of an episode, and return a socket that is connected to it.
 
         Raises:
             OSError: the keeper (first worker process) is gone.
@@ -88,7 +88,7 @@ class Guest:
                     await asyncio.sleep(AGAIN_SECONDS)
         except BaseException:
             ours.close()
-            self.forget(number)  # the keeper never started this episode, and so will never report its end
+            self.forget(number)  # the episode was never started, so its end will not be reported
             raise
         finally:
             theirs.close()
@@ -99,7 +99,7 @@ class Guest:
             send_packet(self._control, {"do": "kill", "number": number})
         except BlockingIOError:
             asyncio.get_running_loop().call_later(AGAIN_SECONDS, self.kill, number)
-        except OSError:  # the keeper is gone, and all its episodes have ended with it
+        except OSError:  # the first worker process has ended, and all episodes with it
             pass
 
     def end_of(self, number: int) -> asyncio.Future[int]:
@@ -155,7 +155,7 @@ class Guest:
                     ended.set_result(message["status"])
 
     def _lose(self) -> None:
-        """Close the control socket, and end all waits for answers of the keeper (first worker process)."""
+        """Close the control socket, and end all waits for answers of the first worker process."""
         self._release()
         self.lost.set()
         if not self.ready.done():
@@ -166,7 +166,7 @@ class Guest:
 
 
 def _call_weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method without keeping the method's object alive."""
+    """Return a function that calls a method without keeping the method's object in memory."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -177,14 +177,14 @@ def _call_weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _close_control(loop: asyncio.AbstractEventLoop, control: socket.socket) -> None:
-    """Close the control socket, so that the keeper (first worker process) ends all worker processes."""
+    """Close the control socket, so that the first worker process ends all worker processes."""
     if not loop.is_closed():
         loop.remove_reader(control)
     control.close()
 
 
 def end_guest(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Wait until the keeper has ended all worker processes, and kill the processes that the keeper could not end."""
+    """Wait until all worker processes have ended, and kill those that remain."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
     while found := list_marked(mark):
@@ -196,7 +196,7 @@ def end_guest(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def list_marked(mark: str) -> list[int]:
-    """Return the ids of the running processes whose environment variables contain the guest's mark."""
+    """List the ids of the running processes whose environment variables contain the mark."""
     sought, found = f"{MARK}={mark}".encode(), list[int]()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, IndexError):
@@ -208,7 +208,7 @@ def list_marked(mark: str) -> list[int]:
 
 
 def decode_line(line: bytes) -> Mapping[str, Any]:
-    """Decode an answer of an episode's process; raise `ValueError` if the line is no JSON object."""
+    """Decode an answer of an episode's process; raise `ValueError` if the line is not a JSON object."""
     try:
         found = json.loads(line)
     except RecursionError:

@@ -2,10 +2,10 @@
 
     prompt + first observation --> ( generate --> action --> step --> observation )* --> the sum of the rewards
 
-With `rewards = "turns"`, each turn gets the reward of its step, and the score is 0. The outcome is that of the sum in
-both cases, so that the accuracy does not depend on the key.
+With `rewards = "turns"`, each turn gets the reward of its step, and the score is 0. The outcome is that of the sum of
+all rewards in both cases, so that accuracy does not depend on the key.
 
-A response that names no action changes nothing in the environment; the policy reads why, and the turn counts.
+After a response that names no action, the policy reads the reason, and the turn counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VIEW_FRAME = "\n{}\n"  # text around an observation, for a policy without chat t
 
 
 class GymnasiumEpisodes(ForeignEpisodes):
-    """Plays the episodes of a gymnasium environment. See the module's docstring."""
+    """Plays the episodes of a gymnasium environment."""
 
     _config: GymnasiumEnvironment
 
@@ -55,8 +55,8 @@ class GymnasiumEpisodes(ForeignEpisodes):
         return self._validate(Score(progress.total, reason, outcome_of(progress.earned)))
 
     async def _step(self, episode: Episode, world: World, said: str, progress: Progress) -> str | None:
-        """Perform the action that a response names, and return the text that the policy reads next; None if the episode
-        has ended."""
+        """Perform the action that a response names, and return the next text for the policy; None if the episode has
+        ended."""
         answer = await world.step(said, episode.turn_id)
         if "invalid" in answer:
             charge_unparsable(episode)

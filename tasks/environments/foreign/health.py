@@ -13,13 +13,12 @@ from rollflow.tasks.environments.foreign.faults import WorldEnded
 class EnvironmentHealth:
     """Counters of events in one environment since its creation, and the reason of its newest failure.
 
-    A hang is a call that missed its deadline. A kill is a process that was killed after a hang or an invalid answer. A
-    crash is a process that ended by itself. A failure is an episode that nobody can judge, for a reason that the policy
-    cannot have caused.
+    A hang is a call that missed its deadline, and a kill is a process that was killed after a hang or an invalid
+    answer. A crash is a process that ended by itself. A failure is an episode that nobody can judge, for a reason that
+    the policy cannot have caused.
 
-    `failures_in_a_row` counts episodes that fail at the same time as one failure, because they may have one cause. For
-    example, the death of the first worker process (the keeper) ends all live episodes. `failure_round` identifies the
-    episodes that began before the newest counted failure.
+    Episodes that fail at the same time count as one failure in `failures_in_a_row`, because they may have one cause.
+    `failure_round` is the number of the newest counted failure.
     """
 
     name: str  # config key that names the environment, and its value
@@ -42,7 +41,7 @@ class EnvironmentHealth:
         return {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
 
     def count_success(self) -> None:
-        """Note that an episode could be judged, which ends the row of failures."""
+        """Record that an episode could be judged, so that no consecutive failures count any more."""
         self.failures_in_a_row = 0
 
     def count_failure(self, reason: str, began: int) -> None:
@@ -57,8 +56,8 @@ class EnvironmentHealth:
             self.last_failure = reason
 
     def note_end(self, ended: WorldEnded, began: int) -> None:
-        """Count the early end of an episode as a failure, if the policy cannot have caused it and it is not counted
-        yet."""
+        """Count the early end of an episode as a failure if the policy cannot have caused it, unless it is already
+        counted."""
         if ended.is_unjudged and not ended.is_counted:
             ended.is_counted = True
             self.count_failure(str(ended), began)

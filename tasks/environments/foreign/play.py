@@ -1,7 +1,7 @@
 """Defines the base class of environments that play their episodes in worker processes.
 
-If the policy cannot have caused a failure, the episode is unjudged, and its prompt is issued again. If the policy may
-have caused the failure, the episode keeps the reward that it has earned so far. `faults` has the table.
+If the policy cannot have caused a failure, the episode is unjudged, and its prompt is issued again. After any other
+failure, the episode keeps the reward that it has earned so far. The module `faults` has a table of all failures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FinalAnswer:
 
 @dataclass(slots=True)
 class Progress:
-    """The rewards of an episode so far: `earned` is their sum, and `total` is the part of the sum that counts in the
+    """The rewards of an episode so far: `earned` is their sum, and `total` the part of the sum that counts in the
     score."""
 
     total: float = 0.0
@@ -42,9 +42,9 @@ class Progress:
 
 
 class ForeignEpisodes(Environment):
-    """Plays the episodes of an environment in worker processes. See the module's docstring."""
+    """Plays the episodes of an environment in worker processes."""
 
-    keeps_deadlines = True  # it can kill a process, and does not count the wait for a free place
+    keeps_deadlines = True  # this class kills slow processes, and does not count the wait for a free place
 
     def __init__(self, config: ForeignEnvironment) -> None:
         self._config = config
@@ -67,7 +67,8 @@ class ForeignEpisodes(Environment):
             found = self._score_end(ended, progress)
         if found is None:
             return None
-        if isinstance(found, FinalAnswer):  # scored only now, so that the place is free while a judge works
+        # scored after the process has ended, so that the next episode can start while a judge works
+        if isinstance(found, FinalAnswer):
             self.health.count_success()
             return await episode.judge(found.tokens)
         if found.outcome is not Outcome.UNJUDGED:
@@ -101,9 +102,9 @@ class ForeignEpisodes(Environment):
         return described, await world.reset(row, seed)
 
     async def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: str) -> bool:
-        """Append messages for the policy; append nothing and return False if they would leave no room for another turn.
+        """Append messages for the policy, or return False if they would leave no room for another turn.
 
-        `frame` is the text that surrounds a message if the policy has no chat template.
+        `frame` is the text around a message for a policy without chat template.
         """
         written = [make_storable(text, len(text)) for text in texts]
         messages = [{"role": role, "content": text, "frame": frame} for text in written]
@@ -135,8 +136,8 @@ class ForeignEpisodes(Environment):
 
 
 def find_seed(prompt: Prompt) -> int:
-    """Return the seed of an episode's environment. All episodes of a prompt have the same seed.
+    """Return the seed of an episode's environment, the same for all episodes of a prompt.
 
-    The episodes of a group therefore begin in the same state, and a run is reproducible.
+    The episodes of a group begin in the same state, and a run is reproducible.
     """
     return int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=SEED_BYTES).digest(), "big") >> 1

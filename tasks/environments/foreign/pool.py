@@ -1,9 +1,7 @@
-"""Limits the episodes that one environment runs at the same time to `at_once`. Further episodes wait in order of
-arrival.
+"""Limits the episodes that one environment runs at the same time; further episodes wait in order of arrival.
 
-An episode occupies a place until the keeper (first worker process) reports that the episode's process has ended. If
-this report takes longer than `STUCK_SECONDS`, all worker processes are killed and started anew, so that no place stays
-occupied forever.
+The next episode starts after the process of an earlier episode has ended. If the end of a process takes longer than
+`STUCK_SECONDS`, all worker processes are killed and started again.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ STUCK_SECONDS = 60.0  # largest number of seconds that a killed process may take
 
 
 class WorldPool:
-    """The worker processes of an environment, on one event loop. See the module's docstring."""
+    """The worker processes of an environment, for one event loop."""
 
     def __init__(self, config: WorldSettings, health: EnvironmentHealth) -> None:
         self._config, self._health = config, health
@@ -41,8 +39,7 @@ class WorldPool:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[World]:
-        """Wait for a free place, and start the process of an episode. At the end of the `async with` block, kill the
-        process.
+        """Wait until another episode may run, and start its process; kill the process at the end of the block.
 
         Raises:
             WorldEnded: no process can be started.
@@ -74,7 +71,7 @@ class WorldPool:
             await self._guest.close()
 
     def _free_place(self, guest: Guest | None, number: int) -> None:
-        """Free the place of an episode once the episode's process has ended."""
+        """Let another episode start once the process of an episode has ended."""
         if guest is None or not guest.has_episode(number):
             self._places.release()
             return
@@ -88,7 +85,7 @@ class WorldPool:
         guest.end_of(number).add_done_callback(free)
 
     def _end_guest(self, guest: Guest) -> None:
-        """End all worker processes, because the process of one episode does not end; the other running episodes become
+        """End all worker processes, because one episode's process does not end; the other running episodes become
         unjudged."""
         if not guest.lost.is_set():
             logging.getLogger(__name__).warning(
@@ -99,14 +96,14 @@ class WorldPool:
             self._closing = asyncio.ensure_future(guest.close())
 
     async def _start_guest(self) -> Guest:
-        """Return the running worker processes (the guest); if there are none, start them and wait for the environment's
+        """Return the running worker processes; start them first if there are none, and wait for the environment's
         import."""
         if self._guest is None or self._guest.lost.is_set():
             self._guest = Guest(self._config.interpreter, self._config.spec)
             self._launch = asyncio.ensure_future(self._guest.start())
         guest = self._guest
         try:
-            await asyncio.shield(self._launch)  # if this episode is cancelled, others still wait for the start
+            await asyncio.shield(self._launch)  # if this episode is cancelled, other episodes still wait for the start
         except OSError as error:
             await guest.close()
             raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None

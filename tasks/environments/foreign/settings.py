@@ -9,7 +9,7 @@ from rollflow.tasks.environments.limits import EpisodeLimits
 
 
 class WorldSettings(Protocol):
-    """The config keys for worker processes, which `foreign.config` describes."""
+    """The config values for worker processes (see `foreign.config`)."""
 
     @property
     def interpreter(self) -> str:

@@ -1,6 +1,6 @@
 """Stores the state of an environment that runs in a worker process, so that its episode continues after a crash.
 
-A stored snapshot is a line of JSON with the rewards so far and with bytes that only the environment interprets.
+A stored snapshot is a line of JSON, followed by bytes that only the environment interprets.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ async def save_snapshot(episode: Episode, world: World, total: float) -> None:
 
 
 async def restore_world(episode: Episode, world: World) -> float | None:
-    """Restore the environment of an episode that continues after a crash, and return the rewards so far. Return None if
-    the episode must begin anew.
+    """Restore the environment of an episode that continues after a crash; return the rewards so far. The result is None
+    if the episode must begin again.
 
     Raises:
         SnapshotRejected: the environment cannot be restored.

@@ -17,8 +17,8 @@ SECONDS = 30.0  # longest wait for an interpreter's list of module folders
 
 
 def hash_sources(config: ForeignEnvironment) -> str:
-    """Return the SHA-256 of the source file that an environment's import path names. If there are several files, return
-    the SHA-256 of the hashes of all files. Return "" if the config names no file, or if a file is not found.
+    """Return the SHA-256 of the source file that an environment's import path names. For several files, the result is
+    the SHA-256 of their hashes. The result is "" if the config names no file, or if a file is not found.
     """
     modules = dict.fromkeys(str(path).partition(":")[0] for key in PATHS if (path := config.spec.get(key)))
     folders = [Path(folder) for folder in _list_folders(config)] if modules else []

@@ -2,8 +2,7 @@
 
     prompt + tools + reset's text --> ( generate --> tool calls --> results )* --> get_reward, or the run's scorer
 
-The policy calls tools as `tool_calls` describes. The episode ends with the first response without a call, or at a
-limit.
+The policy calls tools as `tool_calls` describes. The first response without a call, or a limit, ends the episode.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from rollflow.tasks.scorers.base import Score
 
 
 class TrlEpisodes(ForeignEpisodes):
-    """Plays the episodes of a TRL environment. See the module's docstring."""
+    """Plays the episodes of a TRL environment."""
 
     async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
         described, text = await self._begin(episode, world)
         if await restore_world(episode, world) is None:
             await open_prompt(episode, described.get("tools") or (), text or "")
-        # Without a chat template, a stop string must end the turn after a tool call.
+        # Without a chat template, a stop string ends the turn after a tool call.
         stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
         made = None
         while not episode.limit:

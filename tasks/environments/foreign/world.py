@@ -1,6 +1,6 @@
 """Sends requests with deadlines to the worker process of one episode, from the event loop.
 
-If the process misses a deadline or sends an invalid answer, it is killed with all processes that it has started.
+A process that misses a deadline or sends an invalid answer is killed, with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPENING = ("open", "reset")  # requests that are sent before the policy's first 
 
 
 class World:
-    """The environment of one episode, which runs in a worker process of its own. See the module's docstring."""
+    """The environment of one episode, which runs in a separate worker process."""
 
     def __init__(self, guest: Guest, number: int, config: WorldSettings, health: EnvironmentHealth) -> None:
         self._guest, self._number, self._config, self._health = guest, number, config, health
@@ -65,7 +65,7 @@ class World:
 
     async def call(self, name: str, arguments: Any, key: str = "", seconds: float | None = None) -> str:
         """Call a tool and return its result. `seconds` replaces the time limits of the episode. `key` identifies the
-        call in its run; a crash of the run does not change it.
+        call in its run, even after a crash.
 
         Raises:
             CallFailed: the tool has raised an error, which the policy may read.
@@ -75,8 +75,8 @@ class World:
         return self._read_text(answer) or ""
 
     async def step(self, text: str, key: str = "") -> Mapping[str, Any]:
-        """Perform the action that a text of the policy names; `guest.episode` describes the answer. `key` is as in
-        `call`."""
+        """Perform the action that a text of the policy names; `guest.episode` describes the answer. `key` identifies
+        the action in its run, even after a crash."""
         return await self._act({"do": "step", "text": text}, key)
 
     async def reward(self) -> float:
@@ -87,8 +87,8 @@ class World:
         return float(value)
 
     async def take_snapshot(self) -> Mapping[str, Any] | None:
-        """Return the state of the environment, with `data` in Base64. If the environment cannot return its state, log a
-        warning and return None.
+        """Return the state of the environment, with `data` in Base64. If the environment cannot return its state, a
+        warning is logged and the result is None.
         """
         try:
             answer = await self._ask({"do": "snapshot"})
@@ -123,11 +123,11 @@ class World:
             self._socket = None
 
     def begin_turn(self) -> None:
-        """Note that the policy has generated a turn, so that the time limit of a turn begins anew."""
+        """Record that the policy has generated a turn, so that the time limit of a turn begins again."""
         self._used.begin_turn()
 
     async def _act(self, request: Mapping[str, Any], key: str, seconds: float | None = None) -> Mapping[str, Any]:
-        """Do an action. The request contains the action's key if the environment supports such keys."""
+        """Do an action; its key is sent if the environment supports keys."""
         return await self._step({**request, "key": key} if self.described.get("begins_actions") else request, seconds)
 
     async def _step(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
@@ -135,8 +135,7 @@ class World:
         return await self._ask(request, seconds)
 
     async def _ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
-        """Send a request and return the answer. By default, the answer may take as long as the time limits of the
-        episode still allow."""
+        """Send a request and return the answer. The default time limit is the rest of the episode's time limits."""
         what = str(request["do"])
         try:
             line = pack_line(dict(request))
@@ -192,7 +191,7 @@ class World:
         return WorldEnded(outcome, reason)
 
     def _judge_part(self, answer: Mapping[str, Any], what: str) -> WorldEnded:
-        """Return the error if a part of the environment, such as an MCP server, ended during this call or must be
+        """Return the error if a part of the environment, such as an MCP server, ended during a call or must be
         ended."""
         status = answer.get("status")
         found = judge_status(status, what) if isinstance(status, int) else None
@@ -205,7 +204,7 @@ class World:
         """Return the error that says how the process has ended."""
         try:
             status = await asyncio.wait_for(asyncio.shield(self._guest.end_of(self._number)), STATUS_SECONDS)
-        except TimeoutError:  # the process closed its socket, and still runs
+        except TimeoutError:  # the process closed its socket, but still runs
             return self._end(Outcome.UNJUDGED if what in OPENING else Outcome.KILLED, "its process closed its socket")
         self._health.crashes += 1
         self.kill()

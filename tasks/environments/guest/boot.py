@@ -1,9 +1,8 @@
-"""Starts the worker processes of an environment (the guest) as a script: `python boot.py FD`. FD is the file descriptor
-of the control socket.
+"""Starts the worker processes of an environment as a script: `python boot.py FD`, with the file descriptor of the
+control socket.
 
-The interpreter may have no rollflow installed, and must not import rollflow's other packages. During the import of the
-guest's modules, empty modules replace the packages that contain the guest. After the import, the empty modules are
-removed, so that an environment can import an installed rollflow.
+The interpreter may have no rollflow installed, so modules are imported without rollflow's other packages. Empty modules
+replace these packages during the import, and are removed afterwards.
 """
 
 from __future__ import annotations
@@ -31,5 +30,5 @@ def import_keeper() -> types.ModuleType:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # remove this script's folder, whose modules could hide the user's modules
+    sys.path.pop(0)  # this script's folder is removed, because its modules could hide the user's modules
     import_keeper().run(int(sys.argv[1]))

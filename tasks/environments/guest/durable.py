@@ -1,12 +1,12 @@
 """Calls the optional methods with which an environment survives a crash of the run.
 
-A class may have the following parts.
+A class may define:
 
-- `snapshot(self) -> bytes` returns the state of an episode after a turn. `restore(self, data)` is called after a reset,
-  and returns the object to this state.
-- `begin_action(self, action_key)` is called before each action. The method returns the result of the action if it was
-  done before, else None.
-- `can_replay = False` means that the environment's actions must not be done a second time.
+- `snapshot(self) -> bytes`, which returns the state of an episode after a turn. `restore(self, data)` is called after a
+  reset, and restores this state.
+- `begin_action(self, action_key)`, which is called before each action. The method returns the result of the action if
+  it was done before, or None.
+- `can_replay = False`, which means that actions must not be done a second time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rollflow.tasks.environments.guest.wire import LARGEST_SNAPSHOT, Fields
 
 
 class DurableParts:
-    """The optional methods of a user's environment object. See the module's docstring."""
+    """The optional methods of a user's environment object."""
 
     def __init__(self, own: Any, finish: Callable[[Any], Any] = lambda result: result) -> None:
-        """Find the methods of `own`. `finish` waits for the result of an asynchronous method."""
+        """Find the optional methods of `own`; `finish` waits for the result of an asynchronous method."""
         self._own, self._finish = own, finish
         snapshot, restore = getattr(own, "snapshot", None), getattr(own, "restore", None)
         self.has_snapshots = callable(restore) and returns_bytes(snapshot)
@@ -31,7 +31,7 @@ class DurableParts:
 
     @property
     def names(self) -> set[str]:
-        """The names of the optional methods. The policy cannot call these methods as tools."""
+        """The names of the optional methods, which the policy cannot call as tools."""
         found = {"snapshot", "restore"} if self.has_snapshots else set()
         return found | ({"begin_action"} if self._begin else set())
 
@@ -68,7 +68,6 @@ def returns_bytes(method: Any) -> bool:
 
 
 def find_begin(own: Any) -> Callable[[str], Any] | None:
-    """Return the method `begin_action` if its only argument is `action_key`. A method `begin_action` without the
-    argument `action_key` is an ordinary tool."""
+    """Return the method `begin_action` if its only argument is `action_key`; otherwise it is an ordinary tool."""
     found: Any = getattr(own, "begin_action", None)
     return found if callable(found) and list(inspect.signature(found).parameters) == ["action_key"] else None

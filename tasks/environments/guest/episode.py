@@ -53,8 +53,7 @@ def load_class(spec: Fields) -> dict[str, Any]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global random generators. Without new seeds, all processes that the template forks would draw the same
-    random numbers."""
+    """Seed the global random generators, because all forked processes would otherwise draw the same random numbers."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % SEEDS)

@@ -19,8 +19,7 @@ WORD = re.compile(r"[^\W_]+(?:[-_'][^\W_]+)*|[^\w\s]")
 
 
 class GymnasiumGuest:
-    """Serves an episode with an environment that has the methods of a gymnasium environment. See the module's
-    docstring."""
+    """Serves an episode with an environment that has the methods of a gymnasium environment."""
 
     def __init__(self, spec: Fields, parts: dict[str, Any]) -> None:
         self._observe, self._act = parts.get("observe"), parts.get("act")
@@ -34,7 +33,7 @@ class GymnasiumGuest:
         return {"tools": [], "has_reward": True, **self._durable.describe()}
 
     def do_reset(self, row: Mapping[str, Any], seed: int) -> Fields:
-        """Begin the episode. If the prompt's row has a column `seed`, it replaces the seed that the run has chosen."""
+        """Begin the episode. A column `seed` of the prompt's row replaces the seed of the run."""
         found, info = self._own.reset(seed=int(row.get("seed", seed)))
         return {"text": self._describe_state(found, info)}
 
@@ -66,7 +65,7 @@ class GymnasiumGuest:
         return {}
 
     def _describe_state(self, found: Any, info: Mapping[str, Any]) -> str:
-        """Return the text of a state: the result of the user's function `observe`, or the rendered text, or the
+        """Return the text of a state: the result of the user's function `observe`, the rendered text, or the
         observation as text."""
         if self._observe:
             return str(self._observe(found, info))[:LONGEST_TEXT]
@@ -85,8 +84,8 @@ def list_counters(environment: Any) -> Iterator[Any]:
 
 
 def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
-    """Create the environment. If the environment can render text (mode "ansi") and the config names no render mode, use
-    this mode."""
+    """Create the environment. If the config names no render mode and the environment can render text (mode "ansi"),
+    this mode is used."""
     options = dict(spec["options"])
     if parts.get("path"):
         factory = parts["path"]
@@ -108,8 +107,7 @@ def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
 
 
 def build_actions(given: Mapping[str, Any], space: Any) -> dict[str, Any]:
-    """Return a mapping of words in lower case to actions. By default, the words are the numbers of a discrete action
-    space.
+    """Return a mapping of words in lower case to actions, by default the numbers of a discrete action space.
 
     Raises:
         EnvironmentFault: the action space is not discrete, and the config names no actions.

@@ -1,19 +1,15 @@
-"""Starts and ends the worker processes of one environment. The keeper is the first of these processes, and runs no code
-of the user.
+"""Starts and ends the worker processes of one environment; the first of them, the keeper, runs no code of the user.
 
     rollflow --control socket--> keeper --> template     imports the user's class once
         |                          |            `.fork
         `----socket of an episode--+------> episode ...  one process for each live episode
 
-- An episode is forked by the template, so that the class is imported once. If the import has started threads, forking
-  the template is unsafe: then each episode imports the class itself.
-- Each episode has a process group of its own, and is a subreaper: its process tree holds all that it has started.
-- A kill ends the whole process tree. A process that an ended episode leaves behind becomes a child of the keeper, which
-  kills it.
-- If rollflow or the keeper dies, all processes of the guest end.
-
-Packets from rollflow: the environment (first), then `start` with a socket, and `kill`. Packets to rollflow: `ready`
-with the number of threads or an error, and `ended` with the wait status of an episode.
+- The user's class is imported once, in the template process, from which each episode is forked. If the import starts
+  threads, each episode imports the class itself, because forking a process with threads is unsafe.
+- Each episode is a subreaper with a process group of its own, so that all processes that it starts can be killed with
+  it.
+- A process that an ended episode leaves behind becomes a child of the keeper, which kills it.
+- If rollflow or the keeper dies, all worker processes end.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ Start = tuple[Fields, list[int]]  # a request to start an episode, with the epis
 
 
 class GuestKeeper:
-    """Starts and ends the processes of an environment. See the module's docstring."""
+    """Starts and ends the processes of an environment."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -94,7 +90,7 @@ class GuestKeeper:
             self._doomed.add(message["number"])
 
     def kill_all(self) -> None:
-        """Kill all worker processes except the keeper, and repeat this until no such process is left."""
+        """Kill all worker processes except this one, until none is left."""
         signal.set_wakeup_fd(-1)
         while list_children(self._pid):
             for pid in list_children(self._pid):
@@ -149,8 +145,8 @@ class GuestKeeper:
             self._asked[message["number"]] = self._waiting.pop(0)
 
     def _lose_template(self) -> None:
-        """Let a new template start the episodes that the ended template has not started. An episode whose start fails
-        twice is given up."""
+        """Let a new template process start the episodes that the ended template has not started. An episode whose start
+        fails twice is given up."""
         assert self._link is not None
         self._link.close()
         self._link = None
@@ -168,8 +164,7 @@ class GuestKeeper:
     def _reap(self) -> None:
         """Collect the exit statuses of ended processes, and kill processes that ended episodes have left behind.
 
-        The template announces an episode before the episode becomes a child of the keeper. A child that was not
-        announced was therefore left behind by an ended episode.
+        A child that was not announced by the template was left behind by an ended episode.
         """
         children, ended = list_children(self._pid), set()
         self._read_template()
@@ -199,8 +194,8 @@ class GuestKeeper:
             send_packet(self._control, {"ready": True, **message})
 
     def _become_template(self, link: socket.socket) -> None:
-        """Run the template process: import the user's class, and fork a process for each episode. No error may return
-        control to the code of the keeper."""
+        """Run the template process: import the user's class, and fork a process for each episode. Errors must not
+        return to the code of the calling process."""
         with contextlib.suppress(BaseException):
             self._leave()
             end_with_parent(self._pid)
@@ -221,8 +216,8 @@ class GuestKeeper:
         os._exit(0)
 
     def _fork_episode(self, number: int, fd: int, link: socket.socket) -> None:
-        """Fork the process of an episode, announce it to the keeper, and end this process, so that the keeper becomes
-        the parent of the episode's process."""
+        """Fork the process of an episode, announce it, and end this process, so that the episode's process gets a new
+        parent."""
         with contextlib.suppress(OSError):
             pid = os.fork()
             if not pid:
@@ -232,8 +227,8 @@ class GuestKeeper:
         os._exit(1)
 
     def _become_episode(self, fd: int, link: socket.socket | None) -> None:
-        """Serve one episode, as a child of the keeper, and end. No error may return control to the code of the
-        keeper."""
+        """Serve one episode in this process, and end the process. Errors must not return to the code of the calling
+        process."""
         with contextlib.suppress(BaseException):
             if link:
                 link.close()
@@ -251,7 +246,7 @@ class GuestKeeper:
         os._exit(0)
 
     def _leave(self) -> None:
-        """Close in a forked process all files and handlers that only the keeper needs."""
+        """Close all files and handlers in a forked process that only its parent needs."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()

@@ -3,12 +3,11 @@
     rollflow --socket--> this process --stdin--> server
                              ^------------stdout, stderr
 
-The Model Context Protocol of the versions up to 2025-11-25 begins with the request `initialize`. Of this protocol, the
-client needs the requests `initialize`, `tools/list` and `tools/call`. The server may send requests itself, of which
-`ping` gets an answer, and any other gets the error "method not found". Notifications of the server have no effect.
+The client uses the requests `initialize`, `tools/list` and `tools/call` of the Model Context Protocol, in versions up
+to 2025-11-25. Of the server's own requests, `ping` gets an answer, and any other gets the error "method not found".
+Notifications of the server have no effect.
 
-What the server writes to its standard error is not logged; the end of this text is part of the reason if the server
-fails. rollflow measures the deadlines, and kills this process with the server.
+The end of the server's standard error is part of the reason if the server fails; rollflow measures the deadlines.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPD
 class ServerEnded(Exception):
     """Raised if a server has ended or has written an invalid message.
 
-    `status` is the server's wait status, if it has ended. `said` is the end of the server's standard error.
+    `status` is the wait status of an ended server. `said` is the end of the server's standard error.
     """
 
     def __init__(self, reason: str, status: int | None, said: str) -> None:
@@ -49,8 +48,7 @@ class RequestRefused(Exception):
 
 
 class McpConnection:
-    """A running MCP server, and the connection over which messages are exchanged with it. See the module's
-    docstring."""
+    """A running MCP server, with the connection to it."""
 
     def __init__(self, spec: Fields) -> None:
         """Start the server.
@@ -96,7 +94,8 @@ class McpConnection:
             message = self._receive()
             if "method" in message:
                 self._answer(message)
-            elif message.get("id") in (self._number, None):  # no id means: the server could not read the request
+            # an answer without id means that the server could not read the request
+            elif message.get("id") in (self._number, None):
                 return self._read_result(message)
 
     def notify(self, method: str) -> None:
@@ -162,8 +161,8 @@ class McpConnection:
         return message
 
     def _pump(self, writes: list[int]) -> bool:
-        """Wait until the server can read or has written something, and exchange bytes; return False if the server has
-        closed its output."""
+        """Exchange bytes with the server once it can read or has written something; return False if it has closed its
+        output."""
         errors = [] if self._errors is None else [self._errors]
         ready, writable, _ = select.select([self._output, *errors], writes, [])
         if writable:
@@ -180,8 +179,8 @@ class McpConnection:
         return True
 
     def _write(self) -> None:
-        """Write as many queued bytes as the server accepts. If the server has closed its input, do nothing: the end of
-        its output will show that it has ended."""
+        """Write as many queued bytes as the server accepts. A closed input is ignored, because the end of the server's
+        output will show that the server has ended."""
         try:
             del self._unsent[: os.write(self._input, self._unsent)]
         except BlockingIOError:
@@ -205,8 +204,7 @@ class McpConnection:
         return self._fail("has ended", -code if code < 0 else code << 8)
 
     def _fail(self, what: str, status: int | None = None) -> ServerEnded:
-        """Return the error for a server that cannot be used any more; it quotes the end of the server's standard
-        error."""
+        """Return the error for a server that cannot be used any more, with the end of the server's standard error."""
         if self._errors is not None:
             self._said = (self._said + self._read(self._errors))[-SHOWN:]
         said = " ".join(self._said.decode(errors="replace").split())
@@ -214,7 +212,7 @@ class McpConnection:
 
 
 class McpGuest:
-    """Serves an episode with the tools of an MCP server. See the module's docstring."""
+    """Serves an episode with the tools of an MCP server."""
 
     def __init__(self, spec: Fields, parts: Fields) -> None:
         self._prefix = spec["prefix"]
@@ -239,7 +237,7 @@ class McpGuest:
         return {"tools": tools, "has_reward": False}
 
     def do_call(self, name: str, arguments: Any) -> Fields:
-        """Call a tool of the server. If the call fails, the policy reads the error as the result."""
+        """Call a tool of the server; if the call fails, the policy reads the error as the result."""
         try:
             params = {"name": name[len(self._prefix) :], "arguments": arguments}
             result = self._server.ask("tools/call", params)
@@ -284,7 +282,7 @@ def convert_tool(tool: Any, prefix: str) -> Fields:
 
 
 def read_result(result: Mapping[str, Any]) -> str:
-    """Return the text of a tool's result. For content that is not text, only the type is named."""
+    """Return the text of a tool's result. Content that is not text is replaced by its type."""
     content = result.get("content")
     texts = [read_part(part) for part in content] if isinstance(content, list) else []
     if not texts and "structuredContent" in result:

@@ -1,7 +1,8 @@
-"""Builds the JSON schema of a tool from a function's annotations and docstring, in the format that chat templates use.
+"""Builds the JSON schema of a tool from a function's annotations and docstring, in the format that chat templates
+use.
 
-The docstring must follow Google's style: a summary, then a section `Args:` with one entry for each argument. The entry
-of an argument may end with its allowed values, such as `(choices: ["a", "b"])`.
+The docstring must follow Google's style: a summary, then a section `Args:` with one entry per argument. An entry may
+end with the allowed values, such as `(choices: ["a", "b"])`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def split_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def read_description(text: str) -> Fields:
-    """Return the description of an argument, and the choices that stand at the end of the description.
+    """Return the description of an argument, and the choices at its end.
 
     Raises:
         EnvironmentFault: the choices are not valid JSON.

@@ -1,7 +1,7 @@
 """Adapts a class that follows the contract of TRL's `environment_factory`.
 
 An object of the class serves one episode. `reset(**row)` returns None or a text for the policy. Every other public
-method is a tool; `get_reward()` returns the reward of the episode. Methods may be asynchronous.
+method is a tool, except `get_reward()`, which returns the reward of the episode. Methods may be asynchronous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONGEST_NAME = 100  # largest number of characters of a wrong tool name in an er
 
 
 class TrlGuest:
-    """Serves an episode with an object of the user's class. See the module's docstring."""
+    """Serves an episode with an object of the user's class."""
 
     def __init__(self, spec: Fields, parts: dict[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()
@@ -46,7 +46,7 @@ class TrlGuest:
         return {"text": None if found is None else read_content(found)}
 
     def do_call(self, name: str, arguments: Any, key: str = "") -> Fields:
-        """Call a tool. If the call fails, the policy reads the error as the result. `key` identifies the call in its
+        """Call a tool; if the call fails, the policy reads the error as the result. `key` identifies the call in its
         run."""
         if name not in self._tools:
             tools = ", ".join(self._tools) or "none"
@@ -76,7 +76,7 @@ class TrlGuest:
         return self._durable.restore(data)
 
     def do_close(self) -> Fields:
-        """End the episode. TRL's contract has no method for the end of an episode, so nothing is called."""
+        """End the episode without a call, because TRL's contract has no method for the end of an episode."""
         return {}
 
     def _finish(self, result: Any) -> Any:

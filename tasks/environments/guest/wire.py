@@ -1,5 +1,5 @@
-"""Encodes, sends and receives the messages between rollflow and an environment's worker processes (the guest). A
-message is a JSON object in one line or one packet."""
+"""Encodes, sends and receives the messages between rollflow and the worker processes of an environment. A message is a
+JSON object in one line or one packet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import socket
 from typing import Any
 
-MARK = "ROLLFLOW_GUEST"  # environment variable that marks all processes of one guest
+MARK = "ROLLFLOW_GUEST"  # environment variable that marks all worker processes of one environment
 LONGEST_LINE = 1 << 24  # largest number of bytes of a message on an episode's socket
 LONGEST_PACKET = 1 << 16  # largest number of bytes of a message on the control socket
 LONGEST_TEXT = 1 << 20  # largest number of characters of an observation or of a tool's result
@@ -19,7 +19,7 @@ Fields = dict[str, Any]
 
 
 class EnvironmentFault(Exception):
-    """Raised if an environment must be corrected by its user. No policy can have caused this error."""
+    """Raised if an environment must be corrected by its user, because no policy can have caused the error."""
 
 
 def pack_line(fields: Fields) -> bytes:

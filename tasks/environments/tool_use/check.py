@@ -17,7 +17,7 @@ from rollflow.tasks.environments.tool_use.places import ToolPlaces
 
 
 def check_tools(config: ToolsEnvironment) -> None:
-    """Start the MCP servers as an episode does, and end them. The deadlines of the config apply.
+    """Start and end the MCP servers as an episode does, with the deadlines of the config.
 
     Raises:
         ConfigError: an MCP server does not start, or offers no usable tools; the message says what the user must
@@ -36,8 +36,8 @@ def check_tools(config: ToolsEnvironment) -> None:
 
 
 def list_schemas(config: ToolsEnvironment) -> list[Mapping[str, Any]]:
-    """Return the schemas of the tools in the order in which an episode offers them. To list their tools, the MCP
-    servers are started and ended.
+    """Return the schemas of the tools, in the order in which an episode offers them. The MCP servers are started to
+    list their tools, and ended.
 
     Raises:
         ConfigError: an MCP server does not start, or offers no usable tools; the message says what the user must

@@ -23,8 +23,10 @@ class PythonTool(Section):
         10.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one call of the tool python; if the call takes longer, the code is "
-        "interrupted, and the policy reads the reason",
+        description=(
+            "seconds allowed for one call of the tool python; code that runs longer is interrupted, and the policy "
+            "reads the reason"
+        ),
     )
 
     @model_validator(mode="after")
@@ -72,8 +74,10 @@ class McpServer(Section):
         30.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one call of an MCP server's tool; if the call takes longer, the server is "
-        "killed, and the episode ends",
+        description=(
+            "seconds allowed for one call of an MCP server's tool; after a longer call, the server is killed and the "
+            "episode ends"
+        ),
     )
 
 
@@ -111,7 +115,7 @@ class ToolsEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBase)
 
 
 def _check_server(key: str, server: McpServer) -> None:
-    """Reject relative paths, and reject secrets, because they would be stored with the config."""
+    """Reject relative paths, and also secrets, because they would be stored with the config."""
     for name, path in (("command", server.command[0]), ("folder", server.folder)):
         if path and (name == "folder" or "/" in path) and not Path(path).is_absolute():
             refuse(f"{key}.{name}", path, "the processes of a run have other working folders; write an absolute path")

@@ -1,7 +1,7 @@
-"""The tools of MCP servers. Each episode starts its own MCP servers, each from a worker process (see `guest.mcp`).
+"""The tools of MCP servers; each episode starts its own servers, each in a worker process (see `guest.mcp`).
 
-A server that hangs, crashes or writes an invalid message ends only its own episode, as `foreign.faults` describes.
-After an episode, all processes that the episode's servers have started are killed.
+A server that hangs, crashes or writes an invalid message ends only its own episode. After an episode, all processes
+that its servers have started are killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLOSE_SECONDS = 2.0  # seconds that a server may take to end itself after its ep
 
 @dataclass(frozen=True)
 class McpSettings:
-    """The settings of the worker processes that run an MCP server. `foreign.settings` describes each setting."""
+    """The settings of the worker process that runs an MCP server (see `foreign.settings`)."""
 
     server: McpServer
     at_once: int
@@ -89,8 +89,7 @@ class McpSession:
 
 @contextlib.asynccontextmanager
 async def open_session(name: str, server: McpServer, pool: WorldPool) -> AsyncIterator[McpSession]:
-    """Start a worker process that will run the MCP server of an episode. At the end of the `async with` block, end the
-    server and the process.
+    """Start a worker process for the MCP server of an episode; end both at the end of the block.
 
     Raises:
         WorldEnded: no process can be started.

@@ -15,9 +15,8 @@ LEFT_OUT = "\n... {} characters are left out ...\n"
 class OfferedTool:
     """A tool of one episode: its schema in the format that chat templates use, and a function that calls the tool.
 
-    The function takes the arguments of a call, and returns the text that the policy reads. The function raises
-    `CallFailed` if the call failed and the policy reads the reason. The function raises `WorldEnded` if the episode
-    cannot continue.
+    The function returns the text that the policy reads. The function raises `CallFailed` if the call failed and the
+    policy reads the reason, and `WorldEnded` if the episode cannot continue.
     """
 
     schema: Mapping[str, Any]

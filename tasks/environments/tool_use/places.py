@@ -1,7 +1,6 @@
-"""Opens and closes the tools of each episode of the environment `tools`. At most `at_once` episodes run at the same
-time.
+"""Opens and closes the tools of each episode of the environment `tools`; at most `at_once` episodes run at a time.
 
-However an episode ends, its tools are closed before the next waiting episode begins.
+The tools of an ended episode are closed before the next episode begins.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from rollflow.tasks.sandboxes.base import Sandboxes
 
 
 class ToolPlaces:
-    """Limits the number of episodes on one event loop, and owns the sandboxes and worker processes that their tools
-    share. See the module's docstring."""
+    """Limits the number of running episodes on one event loop, and owns the sandboxes and worker processes of their
+    tools."""
 
     def __init__(self, config: ToolsEnvironment, health: EnvironmentHealth) -> None:
         self._config, self._health = config, health
@@ -38,8 +37,8 @@ class ToolPlaces:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Mapping[str, OfferedTool]]:
-        """Wait until another episode may begin, and yield its open tools by name. The tools are closed at the end of
-        the `async with` block.
+        """Wait until another episode may begin, and yield its open tools by name; close them at the end of the
+        block.
 
         Raises:
             WorldEnded: a tool cannot be opened.

@@ -2,7 +2,7 @@
 
     prompt + tools --> ( generate --> tool calls --> results )* --> answer --> the run's scorer
 
-The first response without a call is the answer. An episode that reaches a limit before its answer gets no reward.
+The first response without a call is the answer; without an answer, the episode has no reward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_ROOM = Score(0.0, "the results of the tools left no room for an answer", Outc
 
 
 class ToolEpisodes(Environment):
-    """Plays the episodes of the environment `tools`. See the module's docstring."""
+    """Plays the episodes of the environment `tools`."""
 
     def __init__(self, config: ToolsEnvironment) -> None:
         self._config = config
@@ -57,7 +57,8 @@ class ToolEpisodes(Environment):
         if answer is None or isinstance(answer, Score):
             return answer
         self.health.count_success()
-        return await episode.judge(answer)  # scored only now, so that a judge delays no waiting episode
+        # scored after the tools are closed, so that a judge delays no waiting episode
+        return await episode.judge(answer)
 
     async def close(self) -> None:
         """End all processes and sandboxes that the tools have started."""
@@ -90,14 +91,14 @@ class ToolEpisodes(Environment):
 async def converse(
     episode: Episode, schemas: Sequence[Mapping[str, Any]], act: Callable[[Action], Awaitable[Sequence[str]]]
 ) -> Sequence[int] | Score | None:
-    """Let the policy call tools until it answers without a call, and return the tokens of the answer. Return None if
-    the episode is not wanted any more or has reached a limit.
+    """Let the policy call tools until it answers without a call; return the tokens of the answer. The result is None if
+    the episode is unwanted or has reached a limit.
 
-    `schemas` are the schemas of the tools. The function `act` executes the calls of a turn, and returns the texts that
-    the policy reads.
+    `schemas` are the schemas of the tools. `act` executes the calls of a turn, and returns the texts that the policy
+    reads.
     """
     await open_prompt(episode, schemas, "")
-    # Without a chat template, a stop string must end the turn after a tool call.
+    # Without a chat template, a stop string ends the turn after a tool call.
     stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
     while (made := await episode.generate(stop=stop)) is not None:
         action = episode.read_action(made.tokens)

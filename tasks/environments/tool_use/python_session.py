@@ -1,8 +1,7 @@
-"""The tool `python`: each episode has its own Python session in its own sandbox.
+"""The tool `python`: each episode has its own Python session in its own sandbox, created at the first call.
 
-The sandbox is created at the first call, so an episode without calls needs no sandbox. If the policy's code ends the
-session or the sandbox, the result of the call says so, and the next call gets a new session. If a sandbox fails for
-another reason, the episode ends and is unjudged.
+If the policy's code ends the session or the sandbox, the result says so, and the next call gets a new session. If a
+sandbox fails for another reason, the episode is unjudged.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ LIMITS = {
 
 
 class PythonSession:
-    """The Python tool of one episode. See the module's docstring."""
+    """The Python tool of one episode."""
 
     def __init__(self, config: PythonTool, sandboxes: AsyncOnce[Sandboxes], health: EnvironmentHealth) -> None:
         self._seconds, self._sandboxes, self._health = config.seconds, sandboxes, health
@@ -81,7 +80,7 @@ class PythonSession:
             session = await self._open()
             found = await session.run(code, self._seconds)
             if found.lost and self._workspace is not None and not await self._workspace.is_alive():
-                await self.close()  # the code has ended its own sandbox, so the next call needs a new sandbox
+                await self.close()  # the code has ended its own sandbox, so the next call needs a new one
         except (SandboxFailed, ConfigError, OSError) as error:
             raise await self._judge_failure(error) from None
         self._health.seconds += found.seconds
@@ -102,8 +101,7 @@ class PythonSession:
         return self._session
 
     async def _judge_failure(self, error: Exception) -> WorldEnded:
-        """Return the error that ends the episode. The policy can have ended the sandbox only if the sandbox is not
-        isolated."""
+        """Return the error that ends the episode; the policy is blamed only if the sandbox is not isolated."""
         lost = isinstance(error, SandboxLost)
         isolated = lost and Capability.ISOLATION in (await self._sandboxes.get()).capabilities
         outcome = Outcome.KILLED if lost and not isolated else Outcome.UNJUDGED
@@ -111,8 +109,8 @@ class PythonSession:
 
 
 def describe_run(found: SessionResult, seconds: float) -> str:
-    """Return the text that the policy reads after its code has run: the output, and why the code was stopped or the
-    variables were lost."""
+    """Return the text that the policy reads after its code has run: output, and why the code was stopped or lost its
+    variables."""
     text = found.output.decode(errors="replace")
     notes = list[str]()
     if found.end is not ProgramEnd.EXITED:
