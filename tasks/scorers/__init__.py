@@ -10,8 +10,6 @@ scorer has its own module.
     composite    several scorers, whose scores are the parts of one score
     versioned    adds the version to the scores of a scorer without worker processes
     second_verdicts    judges a share of the responses again, to count verdicts that differ
-
-Only `build_scorer` decides which scorer a run has.
 """
 
 from __future__ import annotations
@@ -91,8 +89,8 @@ def build_scorers(
 
 
 def _add_version(scorer: Scorer, config: RewardConfig, section: str) -> Scorer:
-    """Return the scorer, wrapped so that each score has the scorer's version. Worker processes of a pool report the
-    version of their scorer themselves.
+    """Return the scorer, wrapped so that each score has the scorer's version. Pools are returned unchanged, because
+    their worker processes report the version.
     """
     from rollflow.tasks.scorers.version import compute_version
     from rollflow.tasks.scorers.versioned import VersionedScorer
@@ -111,8 +109,8 @@ def build_scorer(
 ) -> Scorer:
     """Build the scorer that the config section `[section]` describes, without starting it.
 
-    The scorer decodes responses with the tokenizer in `policy_folder`. The other arguments are as in `build_scorers`,
-    but `anchors` contains only this scorer's anchors.
+    Responses are decoded with the tokenizer in `policy_folder`. The other arguments are as in `build_scorers`, but
+    `anchors` belongs to this scorer only.
 
     Raises:
         ConfigError: the user-defined function that the section names does not exist on this machine.

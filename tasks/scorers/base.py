@@ -1,19 +1,14 @@
 """The interface of scorers, which get many responses at once and return a score for each response.
 
-A score has a value, which becomes the reward of the response. A score also has a readable reason, optional named parts,
-optional values of tokens or steps (see `token_values`), and an `Outcome`.
+A score has a value, which becomes the reward, and a reason.
 
-Every response gets a score. If scoring failed, the score's outcome says whether the deadline passed, the worker process
-died, or the scorer raised an error.
+Every response gets a score. If scoring failed, the outcome says whether the deadline passed, the worker process died,
+or the scorer raised an error.
 
-A response that is slow to score delays no other response for long, because each score has its own future.
-
-A scorer may call a function in a worker process, a Ray actor or an HTTP endpoint. Only the function `build_scorer`
-decides which scorer a run has.
+A slow response delays no other response for long.
 
 A score must depend only on the response and its reference, because a response is scored again if its worker process
-dies. The one exception is adaptive deadlines of test cases: with them, a score also depends on the times of earlier
-programs. A score that depends on an adaptive deadline has a part named "deadline".
+dies. Adaptive deadlines of test cases are the only exception: they also depend on the times of earlier programs.
 """
 
 from __future__ import annotations
@@ -46,19 +41,16 @@ ScoreColumns = tuple[float, str, str, dict[str, float], float, str, str, bool]
 class Score:
     """The result of scoring a response: a value, which becomes the reward, and a reason.
 
-    `parts` optionally maps names to the numbers from which the value of the score was computed. A missing `outcome` is
-    derived from the value of the score: "correct" for 1 or more, "wrong" for 0 or less, and "partial" between 0 and 1.
-    `seconds` is the time that scoring the response took. `version` is the version of the scorer (see the module
-    `version`), which a verifier does not set. `failed` is True if the scorer failed on the response: user code raised
-    an error, the deadline passed, or the worker process died.
+    `parts` maps names to the numbers from which the value was computed. A missing `outcome` is derived from the value:
+    "correct" for 1 or more, "wrong" for 0 or less, and "partial" between 0 and 1. `seconds` is the time that scoring
+    took. `version` is the version of the scorer (see the module `version`). `failed` is True if the scorer failed on
+    the response, for example because the deadline passed.
 
-    `token_values` has one number for each token of the response, or None for a token without a value. `step_values`
-    lists the steps of the response as pairs: the number of characters of the scored text up to the end of the step, and
-    the value of the step. Values of tokens and steps are rewards in addition to `value`. A scorer returns scores
-    without `step_values`, because the module `token_values` has converted the step values to token values.
+    `token_values` has a number for each token of the response, or None for a token without a value. `step_values` has
+    pairs for the steps of the response: the end of the step in the scored text, and the value of the step. Both are
+    rewards in addition to `value`. The module `token_values` converts step values to token values.
 
-    `roles` maps the roles of an episode to their rewards; a role that is not named gets `value`. Only the score that an
-    environment returns has `roles`.
+    `roles` maps the roles of an episode to their rewards; a role that is not named gets `value`.
     """
 
     value: float
@@ -73,7 +65,7 @@ class Score:
     roles: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Derive a missing outcome from the score's value."""
+        """Derive a missing outcome from the value."""
         if self.outcome is None:
             object.__setattr__(self, "outcome", outcome_of(self.value))
 
@@ -98,12 +90,12 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A response to score, with the reference answer for the verifier.
+    """A response to score, with its reference answer.
 
-    `scorer` is the name of the scorer; the name "" means the scorer of `[reward]`. `messages` is the prompt as chat
-    messages. `peers` are the tokens of the other responses to the same prompt, for a scorer that compares responses.
-    With `adapts = False`, adaptive deadlines of test cases are at their maximum, so that earlier and later scores can
-    be compared. With `uses_cache = False`, the score is computed although the score of an equal response is known.
+    `scorer` is the name of the scorer; "" means the scorer in `[reward]`. `messages` is the prompt as chat messages.
+    `peers` are the tokens of the other responses to the same prompt, for a scorer that compares responses. With `adapts
+    = False`, adaptive deadlines of test cases are at their maximum, so that scores are comparable. With `uses_cache =
+    False`, cached scores of equal responses are not used.
     """
 
     tokens: Sequence[int]
@@ -130,7 +122,7 @@ class ScorerUsage:
 
 
 class Scorer(Protocol):
-    """Scores responses. The module's docstring lists the guarantees."""
+    """Scores responses, as the module's docstring guarantees."""
 
     usage: ScorerUsage
     # number of responses that the scorer's worker processes score at the same time; 0 without worker processes
@@ -173,8 +165,8 @@ def outcome_of(value: Any) -> Outcome:
 def validate_score(who: str, score: Any) -> Score:
     """Convert the result of user code, a score or a number, into a score that can be stored.
 
-    If the user code's result is invalid, the function returns `failure_score`. An unjudged score has the value 0, and
-    no values of tokens and steps.
+    An invalid result leads to `failure_score`. An unjudged score gets the value 0, and no values of tokens and
+    steps.
     """
     try:
         if not isinstance(score, Score):
@@ -230,19 +222,18 @@ def _check_step(step: tuple[int, float]) -> tuple[int, float]:
 
 
 class Unjudged(RollflowError):
-    """Raised by a scorer that cannot judge a response now, for a reason that the policy cannot have caused. After the
-    error `Unjudged`, the response is judged again later.
+    """Raised by a scorer that cannot judge a response now, for a reason that the policy cannot have caused. The
+    response is judged again later.
     """
 
 
 def failure_score(who: str, error: BaseException) -> Score:
-    """Return the score of a response on which user code, such as a verifier, failed, and log a warning.
+    """Log a warning, and return the score of a response on which user code, such as a verifier, failed.
 
-    A failure that the response may have caused scores 0, because otherwise the policy could learn to cause failures.
-    The error `Unjudged` and lost connections cannot be caused by the policy, so they lead to the outcome "unjudged". A
-    broken pipe does not count as a lost connection, because the pipe may belong to a program that the policy wrote.
-    HTTP libraries wrap the error of a lost connection in their own error, so the function also looks at the causes of
-    `error`.
+    A failure that the response may have caused scores 0, so that the policy does not learn to cause failures. The error
+    `Unjudged` and lost connections lead to the outcome "unjudged", because the policy cannot cause them. A broken pipe
+    is no lost connection, because it may belong to a program that the policy wrote. The causes of `error` are checked,
+    too, because HTTP libraries wrap the error of a lost connection.
     """
     reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
     causes = list_causes(error)

@@ -12,7 +12,7 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
 
 
 class Format(Section):
-    """The form that every response must have. A response in another form loses some reward."""
+    """The form that every response must have; any other response loses some reward."""
 
     pattern: str = Field(
         ".*<answer>.*</answer>.*",
@@ -36,9 +36,8 @@ class Format(Section):
 
 
 class LengthPenalty(Section):
-    """The penalty of a long response, which rises linearly with the length, like DAPO's soft overlong punishment.
-
-    Source: Yu et al. 2025, eq. 13.
+    """The penalty of a long response, which rises linearly with its length (DAPO's soft overlong punishment, Yu et al.
+    2025, eq. 13).
     """
 
     unit: Literal["tokens", "characters"] = Field(
@@ -67,11 +66,11 @@ class LengthPenalty(Section):
         return self
 
     def amount(self, length: int) -> float:
-        """Return the penalty of a response of this length, which is measured in the config's unit."""
+        """Return the penalty of a response of this length, in the config's unit."""
         return self.penalty * min(1.0, max(0.0, (length - self.start) / (self.full - self.start)))
 
 
-# config keys that decide what happens to responses that no scorer could judge
+# config keys that decide what happens to unjudged responses
 JUDGING = ("judge_tries", "max_unjudged", "unjudged")
 
 
@@ -98,8 +97,10 @@ class RewardBase(Section):
     correct_from: float | None = Field(
         None,
         gt=0,
-        description="smallest reward with which a response counts as correct in the reported accuracy; default: the "
-        "verifier decides; if the verifier does not decide, only a reward of 1 or more counts as correct",
+        description=(
+            "smallest reward with which a response counts as correct in the reported accuracy; default: the verifier "
+            "decides, or only a reward of 1 or more counts as correct"
+        ),
     )
     format: Format | None = None
     length_penalty: LengthPenalty | None = None
@@ -110,22 +111,25 @@ class RewardBase(Section):
         10.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for scoring one response; a response that takes longer gets reward 0, and the "
-        "reason is recorded",
+        description="seconds allowed for scoring one response; a response that takes longer gets reward 0 with a reason",
     )
     judge_tries: int = Field(
         3,
         ge=0,
         le=100,
-        description="number of tries to score a response while scoring is impossible, for example because a judge "
-        "server is away; after the last try, the key unjudged decides what happens. If the number is 0, the response "
-        "gets the reward 0 at once",
+        description=(
+            "number of tries to score a response while scoring is impossible, for example because a judge server is "
+            "away; after the last try, the key unjudged decides what happens. With 0, the response gets reward 0 at "
+            "once"
+        ),
     )
     max_unjudged: int = Field(
         20,
         gt=0,
-        description="the run fails after this number of prompts in a row for which some response could not be judged; "
-        "prompts that run at the same time count once",
+        description=(
+            "the run fails after this number of consecutive prompts with a response that could not be judged; prompts "
+            "that run at the same time count once"
+        ),
     )
     unjudged: Literal["issue_again", "leave_out"] = Field(
         "issue_again",
@@ -155,7 +159,7 @@ class RewardBase(Section):
     @property
     def unread_value(self) -> float:
         """The reward of a response that ended its worker process or missed its deadline, so that its format and length
-        are not known.
+        are unknown.
         """
         penalties = [section.penalty for section in (self.format, self.length_penalty) if section]
         return self.failure_value - sum(penalties)
@@ -167,12 +171,12 @@ class RewardBase(Section):
 
     @property
     def has_helpers(self) -> bool:
-        """True if helpers of the reward actor may score responses, too (see the folder `spread`)."""
+        """True if helpers of the reward actor may also score responses (see the folder `spread`)."""
         return self.worker_processes > 0
 
     @property
     def scoring_slots(self) -> int:
-        """Number of responses that can be scored, or of calls of reward models that can run, at the same time."""
+        """Number of responses, or of calls of reward models, that can be scored at the same time."""
         return self.workers
 
     @property
@@ -193,13 +197,11 @@ class RewardBase(Section):
         return self
 
 
-LEAST_JUDGED = 2  # number of judged responses that a prompt needs, so that an unjudged response may be left out
+LEAST_JUDGED = 2  # smallest number of judged responses with which an unjudged response may be left out
 
 
 def find_judging_faults(sections: Mapping[str, RewardBase], group_size: int) -> Iterator[tuple[str, object, str]]:
-    """Yield the key, value and fix of each key about unjudged responses that contradicts another scorer or
-    `group_size`.
-    """
+    """Yield key, value and fix of each key about unjudged responses that contradicts another scorer or `group_size`."""
     if len({scorer.judge_tries > 0 for scorer in sections.values()}) > 1:
         cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
         yield "reward.judge_tries", next(iter(sections.values())).judge_tries, cure

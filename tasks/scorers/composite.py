@@ -2,21 +2,18 @@
 
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 
-The value of each part is kept in the score's parts: under the name of the part, and the part's own parts under
-"name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the value is the
-sum of the negative weights, because otherwise the policy could learn to make a part with a negative weight fail. With a
-judge or a reward model as a part, a response may have had a lower value before; then the lowest value so far is given.
+The parts of the score have the value of each part, and parts of parts under "name.part". If a part could not be judged,
+the response is unjudged. If a scorer fails, the response gets the sum of the negative weights, so that the policy does
+not learn to cause failures.
 
-Values of tokens and steps are combined in the same way: the weighted values of all parts are added, and a response
-whose value is not the sum of its parts has none.
+Values of tokens and steps are combined with the same weights.
 
     CompositeVerifier   all parts are verifiers, which run in one worker process, one after the other
     CompositeScorer     a part is a judge or a reward model, so each part is a scorer of its own:
 
                         parts in worker processes --> required judges and models --> other judges and models
 
-`CompositeScorer` asks the scorers of each step together, and ends after the step that decides the score: a part could
-not be judged, its scorer failed, or a required part is not correct. So no judge is asked about a response without need.
+`CompositeScorer` asks no judge about a response whose score is already decided.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ Decode = Callable[[Sequence[int], bool], str]
 
 
 def combine_scores(config: CompositeReward, scores: Mapping[str, Score]) -> Score:
-    """Combine the scores of the parts into the score of a response. A part without a score was not asked, because the
-    scores of the other parts decide (`is_decided`).
+    """Combine the scores of the parts into the score of a response. A part has no score if the other parts already
+    decided the response (`is_decided`).
 
     Raises:
         ValueError: the parts have values for different numbers of tokens.
@@ -73,14 +70,14 @@ def combine_scores(config: CompositeReward, scores: Mapping[str, Score]) -> Scor
 
 
 def is_decided(config: CompositeReward, scores: Mapping[str, Score]) -> bool:
-    """Return whether the scores of some parts decide the score of the response, whatever the other parts would say."""
+    """Return whether some parts decide the score of the response, whatever the other parts would say."""
     if any(score.failed or score.outcome is Outcome.UNJUDGED for score in scores.values()):
         return True
     return any(name in scores and scores[name].outcome is not Outcome.CORRECT for name in config.requires)
 
 
 class CompositeVerifier:
-    """Scores responses with several verifiers, whose scores are the parts of one score. See the module's docstring."""
+    """Scores responses with several verifiers, whose scores are the parts of one score."""
 
     def __init__(self, config: CompositeReward, verifiers: Mapping[str, Verifier]) -> None:
         """Store the verifiers, by the names of the reward parts in the config."""
@@ -88,9 +85,7 @@ class CompositeVerifier:
         self._verifiers = verifiers
 
     def build(self) -> Verifier:
-        """Return a verifier that combines all parts of the composite reward. The verifier is asynchronous if a part is
-        asynchronous.
-        """
+        """Return a verifier that combines all parts; it is asynchronous if a part is asynchronous."""
         if any(verifier.scores_several for verifier in self._verifiers.values()):
             return Verifier(self.score_later, is_async=True, takes_tokens=True, end=self.close)
         return Verifier(self.score, takes_tokens=True, end=self.close)
@@ -106,7 +101,7 @@ class CompositeVerifier:
         return combine_scores(self._config, scores)
 
     async def score_later(self, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
-        """Score a response with one verifier after another. Verifiers may be asynchronous."""
+        """Score a response with one verifier after another, which may be asynchronous."""
         scores = dict[str, Score]()
         for name, verifier in self._verifiers.items():
             if not verifier.scores_several:
@@ -136,11 +131,11 @@ class CompositeVerifier:
 
 
 class CompositeScorer(SeveralScorers):
-    """Scores responses with several scorers, whose scores are the parts of one score. See the module's docstring."""
+    """Scores responses with several scorers, whose scores are the parts of one score."""
 
     def __init__(self, config: CompositeReward, scorers: Mapping[str, Scorer], decode: Decode) -> None:
-        """Store the scorers, by the names of the reward parts in the config. The function `decode` converts tokens to
-        text, with or without special tokens.
+        """Store the scorers, by the names of the reward parts in the config. `decode` converts tokens to text, with or
+        without special tokens.
         """
         super().__init__(scorers)
         self._config, self._decode = config, decode
@@ -194,8 +189,8 @@ class CompositeScorer(SeveralScorers):
         return replace(score, seconds=time.perf_counter() - started)
 
     def _combine(self, scores: Mapping[str, Score]) -> Score:
-        """Combine the scores of the parts. A response on which a part failed gets the lowest value so far, because the
-        values of a reward model have no bounds.
+        """Combine the scores of the parts. If a part failed, the response gets the lowest value so far, because a
+        reward model has no lower bound.
         """
         try:
             combined = combine_scores(self._config, scores)
@@ -233,8 +228,8 @@ def _add_weighted(values: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def _join_outcomes(outcomes: list[Outcome]) -> Outcome:
-    """Return the outcome of a composite score: "correct" if all parts are correct, "partial" if a part is correct or
-    partial, otherwise the outcome of the first part.
+    """Return the outcome of a composite score: "correct" if all parts are, "partial" if a part is correct or partial,
+    otherwise that of the first part.
     """
     if set(outcomes) == {Outcome.CORRECT}:
         return Outcome.CORRECT

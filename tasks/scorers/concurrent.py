@@ -1,16 +1,14 @@
-"""A pool of worker processes for verifiers that are asynchronous functions or score several responses in one call.
+"""A pool of worker processes for verifiers that are asynchronous or score several responses in one call.
 
     queue --up to `at_once` responses--> worker --numbered scores, in any order--> their callers
       ^                                    |
       +---- each alone, if it was one <----+   the worker died, or did not answer in time
             of several
 
-- An asynchronous verifier gets new responses while others are still being scored. A verifier that takes several gets
-  its next responses when it has scored the previous ones.
-- If a worker dies or hangs, any of its running responses may be the cause. So each running response of a dead worker is
-  scored again, alone.
-- A response that is alone with its worker at the worker's second death, or at the deadline, scores 0 with the outcome
-  "killed" or "timeout".
+- An asynchronous verifier gets new responses while others are still being scored. Any other verifier gets new responses
+  after the previous ones.
+- If a worker dies or hangs, each of its running responses is scored again alone, because any of them may be the cause.
+- A response that again ends its worker process, or misses its deadline alone, scores 0 as "killed" or "timeout".
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ GRACE_SECONDS = 5.0
 
 
 class ConcurrentPool(WorkerPool):
-    """A pool of worker processes, each of which scores several responses at a time. See the module's docstring."""
+    """A pool of worker processes, each of which scores several responses at a time."""
 
     def __init__(
         self,
@@ -45,24 +43,22 @@ class ConcurrentPool(WorkerPool):
         section: str = "reward",
         anchors: CaseAnchors | None = None,
     ) -> None:
-        """Create a pool without starting worker processes. `anchors` decide the adaptive deadlines of test cases; None
-        means that deadlines are fixed.
+        """Create a pool without starting worker processes. `anchors` are the measured times for adaptive deadlines of
+        test cases, or None for fixed deadlines.
         """
         super().__init__(config, tokenizer_folder, section)
         self._anchors = anchors
         self._at_once, self._takes_several = config.at_once, verifier.takes_several
         self.slots = config.workers * config.at_once
         self._limit_seconds = config.deadline_seconds
-        if verifier.is_async:  # after a failed call, the worker process calls the verifier again for each response
+        if verifier.is_async:  # after a failed call, the verifier is called again for each response
             self._limit_seconds = config.deadline_seconds * (2 if verifier.takes_several else 1) + GRACE_SECONDS
 
     def _start_lanes(self) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(self._run_lane()) for _ in range(self._config.workers)]
 
     async def _run_lane(self) -> None:
-        """Run one worker process after another. Each worker process runs until it dies or is killed because a response
-        missed its deadline.
-        """
+        """Run one worker process after another, each until it dies or is killed after a missed deadline."""
         worker: WorkerProcess | None = None
         try:
             while True:
@@ -80,20 +76,20 @@ class ConcurrentPool(WorkerPool):
         return name_row(request.reference) if self._anchors is not None and request.adapts else ""
 
     def encode_job(self, job: ScoringJob) -> bytes:
-        """Encode a request for a worker process, with the deadline anchors of the request's data row."""
+        """Encode a request for a worker process, with the measured times of the request's data row."""
         if not job.row or self._anchors is None:
             return b"[%d,%s]" % (job.arrival, job.body)
         row = json.dumps([job.row, list(self._anchors.list_row(job.row).items())])
         return b"[%d,%s,%s]" % (job.arrival, job.body, row.encode())
 
     def note_report(self, report: DeadlineReport) -> None:
-        """Add the times that a worker process reports to the deadline anchors."""
+        """Store the program times that a worker process reports."""
         if self._anchors is not None:
             report.add_to(self._anchors)
 
     async def take(self, most: int) -> list[ScoringJob]:
-        """Wait for jobs in the queue and remove up to `most` of them. A job whose `alone` is True is not combined with
-        other jobs.
+        """Wait for jobs in the queue and remove up to `most` of them. A job with `alone` is not combined with other
+        jobs.
         """
         jobs = [(await self._queue.get())[1]]
         while not jobs[0].alone and len(jobs) < most and not self._queue.empty():
@@ -136,7 +132,7 @@ class _Exchange:
             self._recover()
 
     async def _feed(self) -> None:
-        """Send queued requests to the worker process whenever fewer are running than allowed."""
+        """Send queued requests to the worker process while it runs fewer than allowed."""
         pool, taken = self._pool, list[ScoringJob]()
         try:
             while True:
@@ -190,9 +186,7 @@ class _Exchange:
         self._busy_since = 0.0
 
     def _recover(self) -> None:
-        """Requeue responses without a score. A response that the worker process was scoring alone fails if the response
-        has no try left.
-        """
+        """Queue responses without a score again, except a response that was scored alone and has no try left."""
         jobs = [job for number in list(self._flying) if (job := self._land(number))]
         if len(jobs) == 1 and jobs[0] in self._late:
             self._pool._settle_late(jobs.pop())

@@ -143,8 +143,10 @@ class InstructionsReward(RewardBase):
     )
     strict: bool = Field(
         False,
-        description="whether a response that breaks a constraint scores 0; false: the score is the share of the "
-        "constraints that it follows",
+        description=(
+            "whether a response that breaks a constraint scores 0; false: the score is the share of constraints that "
+            "the response follows"
+        ),
     )
 
 
@@ -162,8 +164,7 @@ PartConfig = Annotated[
     Field(discriminator="kind"),
 ]
 REMOTE = (JudgeReward, ModelReward)  # scorers that run in no worker process
-# keys that a composite reward sets for all its parts, and keys that it sets for its parts in worker processes; a part
-# itself cannot set these keys
+# keys that a composite reward sets for its parts, so that a part cannot set them
 SHARED = (*JUDGING, "format", "length_penalty", "second_verdict_share", "special_tokens")
 SHARED_BY_WORKERS = ("at_once", "deadline_seconds", "start_seconds", "workers")
 
@@ -230,22 +231,18 @@ class CompositeReward(RewardBase):
 
     @property
     def failure_value(self) -> float:
-        """The sum of the negative weights, so that no response gets a higher reward because a reward part fails or
-        misses its deadline.
-        """
+        """The sum of the negative weights, which a response gets if a reward part fails or misses its deadline."""
         return sum(min(0.0, part.weight) for part in self.parts.values())
 
     @property
     def is_mixed(self) -> bool:
-        """True if a part is a judge or a reward model. In a mixed reward, each part is a separate scorer, and each part
-        that needs worker processes has its own.
-        """
+        """True if a part is a judge or a reward model, so that each part is a separate scorer."""
         return any(isinstance(part.scorer, REMOTE) for part in self.parts.values())
 
     @property
     def part_scorers(self) -> dict[str, PartConfig]:
-        """The scorers of the parts, with the shared keys of the composite reward, but without its penalties. If the
-        composite reward scores only the text in the answer tag, all parts do.
+        """The scorers of the parts, with the shared keys of the composite reward, but without its penalties. The key
+        `answer = "tag"` of the composite reward applies to all parts.
         """
         tag = {"answer": "tag"} if self.answer == "tag" else {}
         return {
@@ -264,12 +261,12 @@ class CompositeReward(RewardBase):
 
     @property
     def has_helpers(self) -> bool:
-        """True unless a part is a judge or a reward model, which have limits of their own."""
+        """True unless a part is a judge or a reward model."""
         return not self.is_mixed
 
     @property
     def scoring_slots(self) -> int:
-        """Number of responses, or of calls of reward models, that can be scored at the same time, over all parts."""
+        """Number of responses, or of calls of reward models, that all parts can score at the same time."""
         return sum(scorer.workers for scorer in self.part_scorers.values()) if self.is_mixed else self.workers
 
     @property
@@ -279,7 +276,7 @@ class CompositeReward(RewardBase):
 
     def permits_change(self, key: str) -> bool:
         """Return whether a key of a reward part may change between runs, although the key `parts` is fixed. A judge or
-        a reward model permits the same changes as in a section of its own.
+        a reward model allows the same changes as in a separate section.
         """
         match key.split("."):
             case ["parts", name, "scorer", changed, *_] if name in self.parts:
@@ -289,9 +286,7 @@ class CompositeReward(RewardBase):
 
     @model_validator(mode="after")
     def _judges_again(self) -> Self:
-        """Reject `judge_tries = 0` if a part is a judge or a reward model, because a judge or a reward model may be
-        away.
-        """
+        """Reject `judge_tries = 0` if a part is a judge or a reward model, which may be unavailable."""
         if self.is_mixed and not self.judge_tries:
             refuse("judge_tries", 0, "a part is a judge or a reward model, which may be away; choose 1 or more")
         return self
@@ -310,8 +305,8 @@ class CompositeReward(RewardBase):
 
     @model_validator(mode="after")
     def _reads_one_tag(self) -> Self:
-        """Reject `answer = "tag"` in a part if the composite reward sets it too, because no response has a tag within a
-        tag.
+        """Reject `answer = "tag"` in a part if the composite reward sets it, too, because no response has a tag within
+        a tag.
         """
         tagged = [name for name, part in self.parts.items() if part.scorer.answer == "tag"]
         if tagged and self.answer == "tag":
@@ -321,9 +316,7 @@ class CompositeReward(RewardBase):
 
     @model_validator(mode="after")
     def _adapts_in_one_part(self) -> Self:
-        """Reject a second part with adaptive deadlines, because a data row has only one record of its test cases'
-        times.
-        """
+        """Reject a second part with adaptive deadlines, because a data row has only one record of program times."""
         adaptive = [name for name, part in self.parts.items() if getattr(part.scorer, "adaptive", None)]
         if len(adaptive) > 1:
             refuse("parts", ", ".join(adaptive), "several parts have adaptive deadlines; remove all but one [adaptive]")
@@ -352,9 +345,7 @@ def name_section(name: str) -> str:
 
 
 def split_scorer(section: str, config: RewardConfig) -> dict[str, RewardConfig]:
-    """Return the scorer of the config section `section`, as a mapping with this section as key. For a composite reward,
-    return the scorers of its parts, with their config sections as keys.
-    """
+    """Map the config section to its scorer; for a composite reward, map the sections of its parts to their scorers."""
     if not isinstance(config, CompositeReward):
         return {section: config}
     return {name_part(section, name): part.scorer for name, part in config.parts.items()}
@@ -372,19 +363,17 @@ def list_remote(scorers: Mapping[str, RewardConfig]) -> dict[str, JudgeReward | 
 
 
 def name_part(section: str, part: str) -> str:
-    """Return the config section of the scorer of a part, for the composite reward in the config section `section`."""
+    """Return the config section of a part's scorer, for the composite reward in `section`."""
     return f"{section}.parts.{part}.scorer"
 
 
 def has_adaptive_deadlines(config: RewardConfig) -> bool:
-    """Return whether the deadlines of a scorer's test cases adapt to the measured times of correct programs."""
+    """Return whether the deadlines of test cases adapt to the measured times of correct programs."""
     return find_deadline_part(config) is not None
 
 
 def find_deadline_part(config: RewardConfig) -> str | None:
-    """Return the name of the part of a score that says that an adaptive deadline decided the score; None if the
-    deadlines of the scorer's test cases are fixed.
-    """
+    """Return the name of the part of a score that marks an adaptive deadline; None if deadlines are fixed."""
     if isinstance(config, CompositeReward):
         adaptive = (name for name, part in config.parts.items() if has_adaptive_deadlines(part.scorer))
         return next((f"{name}.{DEADLINE}" for name in adaptive), None)

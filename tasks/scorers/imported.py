@@ -1,6 +1,6 @@
 """Imports a user-defined verifier, a function in one of the forms that the module `verifier` lists.
 
-A function may have an attribute `close`: a function without arguments that ends what the verifier keeps between calls.
+The attribute `close` of the function, if any, is called to end what the verifier keeps between calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ NUMBERS = (float, int, bool)
 
 
 def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier:
-    """Import the function that the key `path` of the config section names, and bind the section's options to the
-    function.
+    """Import the function at the key `path` of the config section, and bind the options of the section to it.
 
     Raises:
         ConfigError: the function does not exist, does not accept the options, or the options are too large.
@@ -51,10 +50,9 @@ def _takes_tokens(function: FunctionType, config: ImportReward) -> bool:
 
 
 def _is_scorer(function: FunctionType, annotation: Any) -> bool:
-    """Return whether a function is a verifier, which depends on its return type and, if it returns a number, on its
-    argument names.
+    """Return whether a function is a verifier, which its return type and, for numbers, its argument names decide.
 
-    A verifier returns a `Score` or a number or, for several responses, a list or sequence of scores or numbers.
+    A verifier returns a `Score` or a number, or a list of them for several responses.
     """
     element = _read_element(annotation)
     kinds = _list_members(annotation if element is None else element)
@@ -70,6 +68,6 @@ def _read_element(annotation: Any) -> Any:
 
 
 def _list_members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union type; for any other type, return a list with that type."""
+    """Return the members of a union type; for any other type, return only the type."""
     is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
     return typing.get_args(annotation) if is_union else () if annotation is None else (annotation,)

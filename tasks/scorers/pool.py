@@ -1,14 +1,13 @@
 """A pool of worker processes for verifiers that score one response per call.
 
-A worker process that misses the deadline of a response is killed and replaced, and the response scores 0 with the
-outcome "timeout". A worker process that dies is replaced, and the response that the process was scoring is tried once
-more. A verifier that hangs cannot block the pool of worker processes.
+A worker process that misses a deadline is killed and replaced, and the response scores 0 as "timeout". After a worker
+process has died, its response is tried once more.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |
       +---- responses behind a slow one <------+   and another worker takes over until the slow score is there
 
-So a slow score delays other responses by at most `SLOW_SECONDS`.
+A slow score delays other responses by at most `SLOW_SECONDS`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,10 @@ SLOW_SECONDS = 1.0  # seconds after which responses behind a slow response go to
 
 
 class RewardPool(WorkerPool):
-    """A pool of worker processes that score one response after another. See the module's docstring.
+    """A pool of worker processes that score one response after another.
 
-    A lane is an asyncio task that runs one worker process at a time. The pool has `2 * workers` lanes (worker slots),
-    of which `workers` may take responses from the queue at a time. While the worker process of one lane is slow,
-    another lane takes responses in place of the slow lane. The pool starts more than `workers` processes only if a
-    worker process is slow.
+    A lane is an asyncio task that runs one worker process at a time. The pool has `2 * workers` lanes, of which
+    `workers` may take responses at a time. More than `workers` processes run only if one of them is slow.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
@@ -55,11 +52,10 @@ class RewardPool(WorkerPool):
         return jobs
 
     async def _run_lane(self, *, first: bool) -> None:
-        """Run one worker process after another. Each worker process runs until it dies or misses the deadline of a
-        response.
+        """Run one worker process after another, each until it dies or misses a deadline.
 
-        If `first` is True, the lane (a worker slot) starts a worker process before the first response arrives, so that
-        the response does not wait for imports.
+        With `first`, a worker process starts before the first response, so that the response does not wait for
+        imports.
         """
         worker: WorkerProcess | None = None
         has_turn = False
@@ -85,11 +81,10 @@ class RewardPool(WorkerPool):
                 await worker.end()
 
     async def _serve(self, worker: WorkerProcess, jobs: deque[ScoringJob]) -> int | None:
-        """Send the jobs to a worker process in one write, read their scores one by one, and requeue the jobs that got
-        no score.
+        """Send jobs to a worker process, read their scores one by one, and queue the jobs without a score again.
 
-        If a job is slow, the jobs behind the slow job are requeued immediately, and another lane scores them. The
-        method returns the number of jobs that were requeued because of a slow job, or None if no job was slow.
+        If a job is slow, the jobs behind it are queued again at once, and another lane scores them. The result is the
+        number of jobs behind a slow job, or None if no job was slow.
         """
         started, handed_over = time.monotonic(), None
         try:
@@ -113,9 +108,7 @@ class RewardPool(WorkerPool):
         return handed_over
 
     def _pass_on(self, jobs: deque[ScoringJob]) -> int:
-        """Requeue all jobs but the first, let another lane take responses from the queue, and return the number of
-        requeued jobs.
-        """
+        """Queue all jobs but the first again, let another lane take responses, and return the number of these jobs."""
         others = [jobs.pop() for _ in range(len(jobs) - 1)]
         self._put(*others)
         self._turns.release()

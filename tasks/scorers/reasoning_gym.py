@@ -13,7 +13,7 @@ import reasoning_gym
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
 
-# The library compares the boards of these families as tuples. A reference is stored as JSON, which has only lists.
+# The library compares the boards of these families as tuples, but references are stored as JSON, which has only lists.
 BOARDS = frozenset({"arc_agi", "rearc"})
 
 

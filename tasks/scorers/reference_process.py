@@ -1,13 +1,12 @@
-"""Checks reference answers in separate processes, because some checks may never end or take all memory.
+"""Checks reference answers in separate processes, because some checks never end or take all memory.
 
     find --reference, as a line of JSON--> process --what is wrong, as a line of JSON--> find
 
-A check that takes longer than `reward.deadline_seconds` is killed with its process. The row is then refused, because a
-response with this answer would end as a timeout. After `MOST_ENDED` such rows the checker checks no further row,
-because the file is refused anyway.
+A check that exceeds `reward.deadline_seconds` is killed with its process, and the row is rejected. After `MOST_ENDED`
+such rows no further row is checked, because the file is rejected anyway.
 
 The process is started as `python -m rollflow.tasks.scorers.reference_process REWARD`, with the `[reward]` section as
-JSON. Other checks are quick, and run in the caller's process.
+JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {"maths": {"answer": "x"}, "code": {
 
 
 class ReferenceChecker:
-    """Finds reference answers that no response can match. A `ReferenceChecker` must be used in a `with` statement."""
+    """Finds reference answers that no response can match; must be used in a `with` statement."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by `[reward]`
@@ -70,8 +69,8 @@ class ReferenceChecker:
         return f"{what}; correct the row, or remove it"
 
     def _start(self, reward: str, config: RewardConfig) -> None:
-        """Start a checking process, and let it check an example, so that the process imports all modules before its
-        deadline counts.
+        """Start a checking process, and let it check an example, so that all modules are imported before a deadline
+        counts.
         """
         command = [sys.executable, "-m", __name__, reward]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -87,9 +86,7 @@ class ReferenceChecker:
             )
 
     def _ask(self, reward: str, reference: Mapping[str, Any], seconds: float) -> list[str | None] | None:
-        """Return a list with the checking process's answer, or None if the process has ended or does not answer in
-        time.
-        """
+        """Return the answer of the checking process in a list, or None if it has ended or does not answer in time."""
         process = self._processes[reward]
         assert process.stdin is not None
         assert process.stdout is not None
@@ -107,7 +104,7 @@ class ReferenceChecker:
         """End a checking process and return its exit code, or None if the process was still running."""
         process = self._processes.pop(reward)
         assert process.stdout is not None
-        # the pipe of a process that has ended is readable
+        # The pipe of a process that has ended is readable.
         is_running = not select.select([process.stdout], [], [], 0)[0]
         if is_running:
             process.kill()
@@ -119,7 +116,7 @@ def main() -> None:
     """Check reference answers that arrive on the standard input, until the input ends."""
     config = REWARD.validate_json(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output that a library prints goes to stderr, so that it is not read as an answer
+    os.dup2(2, 1)  # libraries must not print to stdout, where output would be read as an answer
     find_reference_fault(config, EXAMPLES[config.kind])
     limit_memory(MEMORY_BYTES)
     for line in sys.stdin:

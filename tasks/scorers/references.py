@@ -1,6 +1,4 @@
-"""Finds data rows whose reference lets no response be scored, so that a run can reject these rows before the run
-begins.
-"""
+"""Finds data rows whose reference makes scoring impossible, so that a run rejects them before it begins."""
 
 from __future__ import annotations
 

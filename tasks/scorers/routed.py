@@ -3,7 +3,7 @@
     requests --by name--> [reward]         its own queue, workers and deadline
                     `---> [rewards.math]   its own queue, workers and deadline
 
-No scorer waits for another one: a response that is slow to score delays only responses with the same scorer.
+A response that is slow to score delays only responses with the same scorer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollflow.tasks.scorers.config import name_section
 class SeveralScorers(Scorer):
     """Starts, watches and closes scorers.
 
-    A subclass must implement `submit`, which chooses the scorer of a response.
+    A subclass implements `submit`, which chooses the scorer of a response.
     """
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
@@ -60,7 +60,7 @@ class SeveralScorers(Scorer):
 
 
 class RoutedScorer(SeveralScorers):
-    """Several scorers by name. See the module's docstring."""
+    """Several scorers by name, of which each prompt names one."""
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
         """Begin to score these responses, each with the scorer that its request names.

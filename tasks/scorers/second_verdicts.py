@@ -4,14 +4,11 @@
                    ^               |
                    +---- a share --+   one at a time, while no response waits for its first verdict
 
-- A second verdict changes no score: the first verdict is on its way to storage before the response is judged again.
-- A second verdict comes from no cache, and the adaptive deadlines of test cases are at their maximum. A response whose
-  first verdict an adaptive deadline decided is not judged again.
-- A verdict *flips* if the response becomes correct or stops being so, or if its value or the value of one of its tokens
-  changes by more than `TOLERANCE`.
-- If the scorer always has first verdicts to give, a second verdict waits `PATIENCE_SECONDS` for its turn. If second
-  verdicts are slower than the share asks for, the oldest waiting responses are not judged again.
-- A second verdict that nobody could give, or that another version of the scorer gave, is not counted.
+- A second verdict changes no score, and comes from no cache.
+- Adaptive deadlines are at their maximum; responses that an adaptive deadline decided are not judged again.
+- A verdict *flips* if the response becomes correct or stops being so, or if a value changes by more than `TOLERANCE`.
+- A second verdict waits until no first verdict is needed, but at most `PATIENCE_SECONDS`.
+- A second verdict is not counted if nobody could judge, or if it comes from another version of the scorer.
 """
 
 from __future__ import annotations
@@ -37,12 +34,12 @@ TOLERANCE = 0.02  # largest difference between verdicts that count as equal; rel
 
 
 class SecondVerdictScorer(Scorer):
-    """Wraps a scorer, and judges a share of the responses again. See the module's docstring."""
+    """Wraps a scorer, and judges a share of the responses again."""
 
     def __init__(
         self, scorer: Scorer, share: float, counts: SecondVerdictCounts, deadline_part: str | None = None
     ) -> None:
-        """Wrap `scorer`. `share` is the share of the responses that are judged again, and `counts` counts them.
+        """Wrap `scorer`; `share` is the share of responses that are judged again, and `counts` counts them.
 
         A score with the part `deadline_part` was decided by an adaptive deadline.
         """
@@ -56,7 +53,7 @@ class SecondVerdictScorer(Scorer):
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the counters of the inner scorer
-        """The counters of the scorer. The busy time includes second verdicts, but the other counters do not."""
+        """The counters of the scorer, without second verdicts, except for the busy time."""
         usage = self._scorer.usage
         first, late = usage.scored - self._second.scored, usage.timeouts - self._second.timeouts
         return ScorerUsage(first, late, usage.busy_seconds)
@@ -86,7 +83,7 @@ class SecondVerdictScorer(Scorer):
             await self._end_task()
 
     async def close(self) -> None:
-        """Close the scorer. Responses that wait for a second verdict are not judged again."""
+        """Close the scorer, without judging the waiting responses again."""
         await self._end_task()
         await self._scorer.close()
 
@@ -112,7 +109,7 @@ class SecondVerdictScorer(Scorer):
             [future] = self._scorer.submit([replace(request, adapts=False, uses_cache=False)])
             try:
                 second = await future
-            except RollflowError:  # the method `serve` raises the error
+            except RollflowError:  # `serve` raises the error
                 return
             self._second.scored += 1
             self._second.timeouts += second.outcome is Outcome.TIMEOUT

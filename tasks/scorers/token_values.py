@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 def split_steps(text: str, separator: str = "\n\n") -> list[tuple[int, str]]:
-    """Split a text into steps that are separated by `separator`; return the end of each step in the text, and the step.
+    """Split a text into steps that are separated by `separator`; return the end of each step in the text, and the
+    step.
 
-    Steps of white space only are left out.
+    Steps of white space are left out.
     """
     steps, end = list[tuple[int, str]](), 0
     for step in text.split(separator):
@@ -41,7 +42,7 @@ def split_steps(text: str, separator: str = "\n\n") -> list[tuple[int, str]]:
 
 
 def shift_steps(score: Score, start: int, length: int) -> Score:
-    """Return the score of a part of a text that begins after `start` characters, with steps by their ends in the text.
+    """Convert the score of a part of a text to the whole text: the part begins after `start` characters.
 
     Raises:
         ValueError: a step ends outside of the part, which has `length` characters.
@@ -55,9 +56,9 @@ def shift_steps(score: Score, start: int, length: int) -> Score:
 def place_values(
     score: Score, config: RewardBase, tokenizer: PolicyTokenizer, tokens: Sequence[int], response: str
 ) -> Score:
-    """Convert values of steps to values of tokens. `response` is the text of the tokens.
+    """Convert values of steps to values of tokens; `response` is the text of the tokens.
 
-    If the values do not fit the response, return the score of a failure.
+    Values that do not fit the response lead to the score of a failure.
     """
     if not score.has_token_values:
         return score
@@ -76,9 +77,9 @@ def place_values(
 
 
 def check_length(score: Score, tokens: int) -> None:
-    """Raise `ValueError` unless a score of an environment has a value for each of the response's tokens, or no values.
+    """Raise `ValueError` unless a score has one value for each token of the response, or no values.
 
-    An environment sees the tokens of its response, so its score has values of tokens and no values of steps.
+    The score of an environment has no values of steps, because an environment sees tokens.
     """
     if score.step_values:
         raise ValueError("an environment returned a score with step_values; return token_values")
@@ -87,10 +88,10 @@ def check_length(score: Score, tokens: int) -> None:
 
 
 def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s | None:
-    """Move token values to sampled tokens, and return the moved values; return None if no token has a value.
+    """Move token values to sampled tokens; return None if no token has a value.
 
-    The value of a token that an environment wrote is added to the last sampled token before it. A value before the
-    first sampled token belongs to no action of the policy, and is left out.
+    The value of a token of the environment is added to the last sampled token before it. A value before the first
+    sampled token is left out, because it belongs to no action of the policy.
     """
     values_T, sampled = Float32s.of(values).array, np.flatnonzero(is_sampled)
     given = np.flatnonzero(~np.isnan(values_T))
@@ -120,9 +121,7 @@ def align_values(score: Score, tokens: Int32s, response: Int32s) -> Score:
 
 
 def add_values(values: Float32s | None, more: Mapping[int, float], tokens: int) -> Float32s:
-    """Add values of single tokens, by their positions, to the values of all tokens. `values` is None if no token has a
-    value.
-    """
+    """Add values of single tokens, by position, to the values of all tokens (None if no token has a value)."""
     sums_T = np.full(tokens, math.nan) if values is None else values.array.astype(np.float64)
     for at, value in more.items():
         sums_T[at] = np.nan_to_num(sums_T[at]) + value

@@ -6,12 +6,10 @@
     several    (responses, references) -> list[Score | float]          with up to `reward.at_once` responses in a call
     several    async (responses, references) -> list[Score | float]    with up to `reward.at_once` responses in a call
 
-A user-defined verifier with a further argument `tokens` gets the tokens of the response, or of each of the responses.
-If a verifier raises an error, the response gets the score of `base.failure_score`.
+A verifier with a further argument `tokens` also gets the tokens of each response. If a verifier raises an error, the
+response gets the score of `base.failure_score`.
 
-A verifier that keeps processes or connections between two calls has a function `end`, which ends them. A process that
-uses a verifier itself and lives on, such as the learner during a cold start, closes the verifier; a worker process just
-ends.
+A verifier that keeps processes or connections between two calls has a function `end`, which ends them.
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ class Verifier:
     async def call(
         self, responses: Sequence[str], references: Sequence[Reference], tokens: Sequence[Sequence[int]] = ()
     ) -> list[Any]:
-        """Score responses and return the verifier's results. An error on any response is raised. `tokens` are the
-        tokens of each response, for a verifier that takes them.
+        """Score responses and return the verifier's results; raise an error on any response. `tokens` are the tokens of
+        each response, for a verifier that needs them.
         """
         tokens = tokens or [()] * len(responses)
         if not self.takes_several:
@@ -79,16 +77,14 @@ class Verifier:
         return {"tokens": list(tokens)} if self.takes_tokens else {}
 
     async def close(self) -> None:
-        """End the processes and connections that the verifier keeps between two calls. A closed verifier may be used
-        again.
-        """
+        """End the processes and connections that the verifier keeps between calls; it may be used again."""
         if self.end is not None and inspect.isawaitable(ended := self.end()):
             await ended
 
 
 def runner_of_thread() -> asyncio.Runner:
-    """Return this thread's `asyncio.Runner`. The event loop of the runner stays open, because a verifier may keep
-    processes between two calls.
+    """Return this thread's `asyncio.Runner`, whose event loop stays open, because a verifier may keep processes between
+    calls.
     """
     if not hasattr(_THREAD, "runner"):
         _THREAD.runner = asyncio.Runner()
@@ -123,9 +119,7 @@ def find_answer(response: str, where: str) -> tuple[int, str]:
 
 
 def matches_form(form: Format, response: str) -> bool:
-    """Return whether the whole response, stripped of white space at its ends, matches the pattern of the required
-    format.
-    """
+    """Return whether the whole response, without white space at its ends, matches the required pattern."""
     return re.fullmatch(form.pattern, response.strip(), flags=re.DOTALL) is not None
 
 
@@ -136,7 +130,7 @@ def score_response(
     reference: Reference,
     form: Format | None = None,
 ) -> Score:
-    """Score the answer in `response` with a verifier. An error in the verifier becomes a score of 0 with a reason."""
+    """Score the answer in `response` with a verifier; an error becomes a score of 0 with a reason."""
     started = time.perf_counter()
     try:
         score = validate_score("verifier", verify(answer_of(response, where), reference))
@@ -159,9 +153,7 @@ def judge_correct(
 
 
 def apply_threshold(score: Score, correct_from: float | None) -> Score:
-    """Decide from a score's value whether the response is correct. If `correct_from` is None, the verifier's decision
-    stays.
-    """
+    """Decide by its value whether a score is correct; with `correct_from = None`, the verifier's decision stays."""
     if correct_from is None or score.outcome not in JUDGED:
         return score
     if score.value >= correct_from:
@@ -173,8 +165,8 @@ def apply_form(score: Score, form: Format | None, response: str) -> Score:
     """Subtract `form.penalty` from the score of a response that does not match the required format `form`.
 
     The parts of the score show the value before the penalty, and the penalty. Up to a constant, the penalty is the
-    format reward of DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2). A correct answer in a response that violates the
-    format gets the outcome "partial".
+    format reward of DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2). A correct answer in a wrong format gets the outcome
+    "partial".
     """
     if form is None:
         return score
@@ -191,7 +183,7 @@ def apply_length(score: Score, penalty: LengthPenalty | None, response: str, tok
     """Subtract the length penalty from the score of a response with this number of tokens. The parts of the score show
     the value before the penalty, and the penalty.
 
-    The length penalty does not change the outcome of the score, because a long response may be correct.
+    The outcome does not change, because a long response may be correct.
     """
     if penalty is None:
         return score
@@ -205,8 +197,6 @@ def apply_length(score: Score, penalty: LengthPenalty | None, response: str, tok
 
 
 def finish_score(score: Score, config: RewardBase, response: str, tokens: int) -> Score:
-    """Apply a scorer's format penalty, length penalty and threshold to the score of a response with this number of
-    tokens.
-    """
+    """Apply format penalty, length penalty and threshold to the score of a response with this number of tokens."""
     formed = apply_form(score, config.format, response)
     return apply_threshold(apply_length(formed, config.length_penalty, response, tokens), config.correct_from)

@@ -2,12 +2,9 @@
 
     version = sha256(keys of the section, code of the scorer, versions of its libraries)[:12]
 
-Scorers with the same version give a response the same score, if the scorers are deterministic. Scorers with different
-versions may give the same scores, for example after a variable was renamed. Comments and docstrings in rollflow's
-source files do not affect a version. Config keys that say only how many responses are scored at a time, or how often,
-do not affect the version of a scorer. Modules that a user-defined function imports, and the model behind a judge's
-endpoint, do not affect the version of a scorer either. The first entry of the run's log has the hashes of a reward
-model's files.
+Deterministic scorers with the same version give a response the same score. Comments and docstrings do not affect a
+version, nor do config keys that only say how many responses are scored, or how often. Modules that a user-defined
+function imports, and the model behind a judge's endpoint, are not part of the version.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ OPERATIONS = {
     *("batch_tokens", "cpus", "gpus", "max_batch"),
     *("budget_tokens", "cache_entries", "call_seconds", "token_env", "tokens_per_minute", "tries"),
 }
-# keys that earlier releases did not have; the parts of a composite scorer cannot set them
+# keys that the parts of a composite scorer cannot set, left out as in earlier releases
 _OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"scorer": {"second_verdict_share", "unjudged"}}}}
 EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source files that every scorer uses
 # kind of scorer -> source files that only this kind uses
@@ -83,8 +80,7 @@ def hash_description(description: Description) -> str:
 
 
 def describe_scorer(config: RewardConfig, section: str = "reward") -> Description:
-    """Return what decides a scorer's scores: the keys of its config section, the hashes of source files, and the
-    versions of libraries.
+    """Return what decides a scorer's scores: its config keys, hashes of source files, and versions of libraries.
 
     Raises:
         ConfigError: a user-defined function cannot be imported.
@@ -101,9 +97,7 @@ def describe_scorer(config: RewardConfig, section: str = "reward") -> Descriptio
 
 
 def _dump_keys(config: RewardConfig) -> Description:
-    """Return the config keys that affect scores. The parts of a composite reward that run in worker processes set only
-    keys that affect scores.
-    """
+    """Return the config keys that affect scores."""
     found = config.model_dump(mode="json", exclude={**dict.fromkeys(OPERATIONS, True), **_OF_PARTS})
     for name, part in config.parts.items() if isinstance(config, CompositeReward) else ():
         if isinstance(part.scorer, REMOTE):

@@ -1,7 +1,6 @@
-"""Adds the version of a scorer to the scorer's scores, for scorers without worker processes.
+"""Adds the version of a scorer to its scores, for scorers without worker processes.
 
-A worker process reports the version of its scorer itself, because a worker process that starts later may load newer
-code.
+Worker processes report the version themselves, because they may load newer code than this process.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 
 
 class VersionedScorer(Scorer):
-    """Wraps a scorer, and sets the version of the scorer in each score. See the module's docstring."""
+    """Wraps a scorer, and sets the version of the scorer in each score."""
 
     def __init__(self, scorer: Scorer, version: str) -> None:
         self._scorer, self._version = scorer, version
@@ -29,8 +28,8 @@ class VersionedScorer(Scorer):
         await self._scorer.start()
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score the responses in `requests`. Cancelling a returned future cancels the future of the wrapped
-        scorer.
+        """Begin to score the responses in `requests`. Cancelling a returned future also cancels the wrapped scorer's
+        future.
         """
         return [self._add_version(future) for future in self._scorer.submit(requests)]
 

@@ -1,23 +1,17 @@
 """The program of a scorer's worker process, which reads requests and writes scores as JSON lines.
 
-The worker process first writes a line: either that it is ready, with the scorer's version, or why it cannot start. The
-kind of the verifier decides which lines the worker process reads and writes.
+The first line says that the process is ready, with the scorer's version, or why it cannot start.
 
-If the verifier scores one response per call, each input line is one request. For a verifier that scores one response
-per call, the worker process writes one score per line, in the order of the requests.
-
-If the verifier scores several responses at a time, each input line is a list of numbered requests. For a verifier that
-scores several responses at a time, the worker process writes one line per score, with the number of the request, in any
+If the verifier scores one response per call, each input line is a request, and each output line its score, in the same
 order.
 
-A request may have the deadline anchors of its data row (see the module `deadlines`). The worker process may add a
-`DeadlineReport` to the score of a request with deadline anchors. A `DeadlineReport` about a test case that ran again is
-sent without a score.
+If the verifier scores several responses, each input line is a list of numbered requests, and scores are written in any
+order with these numbers.
 
-The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR FIGURES`, with the
-`[reward]` section as JSON. The worker process sends its warnings to the open socket with the file descriptor `EAR`, and
-counts in the open file `FIGURES` what happens in its sandboxes. The worker process ends when its input ends, so it
-cannot outlive its parent process. An error in a verifier becomes a score of 0 and does not end the worker process.
+The process is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR FIGURES`, where `REWARD`
+is the `[reward]` section as JSON. Warnings go to the socket `EAR`, and counts of sandboxes to the open file `FIGURES`;
+both are file descriptors. The process ends with its input, so it cannot outlive its parent process. An error in a
+verifier becomes a score of 0.
 """
 
 from __future__ import annotations
@@ -110,9 +104,7 @@ class _Worker:
         self.rechecks.begin()
 
     async def _score(self, asked: Sequence[_TextRequest]) -> None:
-        """Score responses in one call of the verifier. If the call fails, call the verifier again for each response
-        alone.
-        """
+        """Score responses in one call of the verifier; if the call fails, call it again for each response."""
         started, config = time.perf_counter(), self.config
         CLOCK.set(asked[0].clock if len(asked) == 1 else None)
         limit = asyncio.timeout(config.deadline_seconds)
@@ -121,7 +113,7 @@ class _Worker:
                 answers = [answer_of(one.response, config.answer) for one in asked]
                 references, tokens = [one.reference for one in asked], [one.tokens for one in asked]
                 found = await self.verifier.call(answers, references, tokens)
-        except (Exception, asyncio.CancelledError) as error:  # user code failed; its error becomes the reason
+        except (Exception, asyncio.CancelledError) as error:  # user code failed, and its error becomes the reason
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if len(asked) > 1:
@@ -146,7 +138,7 @@ class _Worker:
         return replace(finish_score(placed, self.config, one.response, len(one.tokens)), seconds=seconds)
 
     def _read_request(self, number: int, asked: Mapping[str, Any], row: Sequence[Any] | None = None) -> _TextRequest:
-        """Decode a numbered request, which may have the name of its data row and the row's deadline anchors."""
+        """Decode a numbered request, which may have measured times for adaptive deadlines."""
         clock = CaseClock(row[0], {int(case): float(seconds) for case, seconds in row[1]}) if row else None
         tokens = list(Int32s(bytes.fromhex(asked["tokens"])))
         text = self.tokenizer.decode_response(tokens, self.config.special_tokens)
@@ -160,7 +152,7 @@ class _Worker:
 
 
 def is_bounded(config: RewardConfig) -> bool:
-    """Return whether worker processes of this scorer get a memory limit; they do if only rollflow's own code reads the
+    """Return whether worker processes get a memory limit, which they do if only rollflow's own code reads the
     responses.
     """
     if isinstance(config, CompositeReward):
@@ -170,8 +162,8 @@ def is_bounded(config: RewardConfig) -> bool:
 
 def main() -> None:
     """Score the requests that arrive on the standard input, until the input ends."""
-    # Ctrl-C in a terminal ends the owner of this process, which then ends its workers. A handler that does nothing is
-    # used, because programs that this process starts would inherit an ignored signal.
+    # Ctrl-C in a terminal ends the parent process, which ends its workers. The handler does nothing, because an ignored
+    # signal would be inherited by programs that this process starts.
     signal.signal(signal.SIGINT, lambda *_: None)
     figures_of_process().share(int(sys.argv[4]))
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
@@ -192,7 +184,7 @@ def main() -> None:
         with asyncio.Runner() as runner:
             try:
                 runner.run(worker.run_several())
-            except SystemExit:  # SystemExit was raised by a task of the verifier
+            except SystemExit:  # raised by a task of the verifier
                 os._exit(1)  # closing the event loop would wait for the thread that reads the input
     else:
         worker.run_one_by_one()

@@ -1,8 +1,8 @@
-"""The base class of pools of worker processes, with the queue of responses and the start and end of workers.
+"""The base class of pools of worker processes, with a queue of responses.
 
-A lane is an asyncio task that runs one worker process at a time. If a worker process dies before it is ready, this does
-not count as a failed try of any response. The pool fails after `START_TRIES * workers` worker processes in a row have
-died before they were ready.
+A lane is an asyncio task that runs one worker process at a time. The death of a worker process before it is ready is
+not a failed try of a response. The pool fails after `START_TRIES * workers` consecutive worker processes died before
+they were ready.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ class ScoringJob:
     future: asyncio.Future[Score]
     deaths: int = 0  # number of worker processes that died on this response
     alone: bool = False  # True if the response must be scored alone
-    # name of the data row whose anchors decide the deadlines of test cases; "" if the deadlines are fixed
+    # name of the data row with measured program times; "" if the deadlines are fixed
     row: str = ""
     timer: asyncio.TimerHandle | None = None
 
 
 class WorkerPool(Scorer):
-    """A pool of worker processes with one queue of responses for all lanes. A subclass of `WorkerPool` defines how a
-    lane (worker slot) uses its worker process.
-    """
+    """A pool of worker processes with one queue of responses. A subclass defines how a lane uses its worker process."""
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
         self._config, self._section = config, section
@@ -78,9 +76,7 @@ class WorkerPool(Scorer):
         return futures
 
     def _name_row(self, request: ScoreRequest) -> str:
-        """Return the name of the data row whose anchors decide the deadlines of test cases, or "" if the deadlines are
-        fixed.
-        """
+        """Return the name of the data row with measured program times, or "" if the deadlines are fixed."""
         return ""
 
     async def serve(self, finished: asyncio.Event) -> None:
@@ -108,9 +104,7 @@ class WorkerPool(Scorer):
             self._queue.put_nowait((job.arrival, job))
 
     async def _ensure_worker(self, worker: WorkerProcess | None) -> WorkerProcess | None:
-        """Return the given worker process if it is alive, or a new one otherwise; return None if no process can be
-        started.
-        """
+        """Return the worker process if it is alive, or a new one; return None if no process can be started."""
         try:
             return worker if worker and worker.alive else await WorkerProcess.start(self._command)
         except OSError:
@@ -131,8 +125,8 @@ class WorkerPool(Scorer):
         return True
 
     async def _pause_start(self, jobs: Sequence[ScoringJob]) -> None:
-        """Requeue the jobs of a worker process that did not become ready, and pause before the next try; fail the pool
-        after too many tries.
+        """Queue the jobs of a worker process again that did not become ready, and pause; fail the pool after too many
+        tries.
         """
         self._put(*jobs)
         if self._unready >= self._tries:
@@ -140,7 +134,7 @@ class WorkerPool(Scorer):
         await asyncio.sleep(AGAIN_SECONDS)
 
     def _give_up(self) -> None:
-        """Fail the pool and all requests that wait in its queue."""
+        """Fail the pool and all requests in its queue."""
         self._hopeless.set()
         while not self._queue.empty():
             _, job = self._queue.get_nowait()

@@ -32,7 +32,7 @@ class WorkerProcess:
     """A scorer's worker process and the pipes to it."""
 
     def __init__(self, process: asyncio.subprocess.Process, figures: CounterBoard) -> None:
-        """Use a started process. `figures` are the counters of the worker process's sandboxes."""
+        """Use a started process; `figures` are the counters of its sandboxes."""
         self._process, self._figures = process, figures
         self._is_ready = False
         self.version = ""  # the version of the scorer, known once the worker process is ready
@@ -92,8 +92,8 @@ class WorkerProcess:
         return await self._decode(await self._read_line(seconds), self._build_score)
 
     async def read_numbered_score(self) -> tuple[int, Score | None, DeadlineReport | None]:
-        """Read the next score, the number of its request, and a `DeadlineReport`, where the score or the report may be
-        None; raise `WorkerDied` if the worker process has ended.
+        """Read the next score with the number of its request, or a `DeadlineReport`, or both; raise `WorkerDied` if the
+        process has ended.
         """
         return await self._decode(await self._read_line(None), self._read_answer)
 
@@ -113,8 +113,8 @@ class WorkerProcess:
             raise WorkerDied("the worker wrote no valid score") from None
 
     async def discard_scores(self, count: int, deadline: float) -> None:
-        """Discard the scores of `count` requests that another worker process scores now; end this worker process if a
-        score takes more than `deadline` seconds.
+        """Discard the scores of `count` requests that another process scores now; end this process if a score takes
+        over `deadline` seconds.
         """
         try:
             for _ in range(count if self.alive else 0):
@@ -146,6 +146,6 @@ class WorkerProcess:
         await self._wait()
 
     async def _wait(self) -> None:
-        """Wait until the process has ended, and keep the counters of its sandboxes."""
+        """Wait until the process has ended, and store the counters of its sandboxes."""
         await self._process.wait()
         figures_of_process().close_child(self._figures)

@@ -1,4 +1,4 @@
-"""Test cases of a program: the forms that a test case may have in a data row, and how each form runs in sandboxes.
+"""The forms that a test case of a program may have in a data row, and how each form runs in sandboxes.
 
     form                                              the program passes if
     {"stdin": text, "stdout": text}                   it prints that text (blanks at line ends do not count)
@@ -7,7 +7,7 @@
     {"stdin": text, "checker": code}                  the checker exits with 0; it reads input.txt and output.txt
     {"pytest": source}                                each test function passes; see the module `pytest_case`
 
-The expected values, the assertions and the checker never enter the sandbox of the program.
+Expected values, assertions and checkers never enter the sandbox of the program.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ KEYS = ("assert", "call", "checker", "pytest", "stdin", "stdout")
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one test case; `end` says how the program ended. `share` is the share of the case's own tests that
-    passed, or None if the case has no tests of its own.
+    """The result of one test case; `end` says how the program ended. `share` is the share of passed tests, or None if
+    the case has no tests of its own.
     """
 
     passed: bool
@@ -115,9 +115,9 @@ def _read_verdict(verdict: ExecResult) -> CaseResult:
 async def run_beside(
     pair: tuple[Sandboxes, Sandboxes], code: str, tests: str, seconds: float, read: Callable[[ExecResult], CaseResult]
 ) -> CaseResult:
-    """Run a program in a sandbox of the first kind of the pair, and its tests in a sandbox of the second kind, with a
-    channel between them. The function `read` returns the result of the case from the end of the tests. If the program
-    has failed, the result says how.
+    """Run a program in a sandbox of the first kind, and its tests in a sandbox of the second kind, with a channel
+    between them. `read` returns the result of the case from the end of the tests. The result says how the program
+    failed, if it did.
 
     Raises:
         SandboxFailed: a sandbox failed.
@@ -145,11 +145,10 @@ async def run_beside(
 async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds: float) -> CaseResult:
     """Judge a test case in sandboxes that cannot communicate, by running the tests and the program alternately.
 
-    The tests run until they call a function of the program whose result for these arguments is not recorded yet. To
-    answer such a call, the program runs from the start, executes all calls so far, and prints the result of the last
-    call. The result of a call never changes once it is recorded, so a program cannot make the result depend on later
-    calls. Tests that make `n` calls of the program take `2 n + 2` runs in sandboxes. The time limit applies to each run
-    of the program, so the result has the time of the longest run.
+    The tests run until they call a function of the program with an unrecorded result. To answer the call, the program
+    runs from the start, executes all calls so far, and prints the last result. A recorded result never changes, so a
+    program cannot make it depend on later calls. Tests with `n` calls take `2 n + 2` runs in sandboxes, and the time
+    limit applies to each run.
 
     The test case fails if the tests make too many calls or get too long answers, for example from an endless iterator.
 
@@ -187,7 +186,7 @@ def _fail(reason: str, verdict: ExecResult) -> CaseResult:
 
 
 def list_forms(row: Any) -> list[str]:
-    """Return the keys of a test case that decide its form; raise `ValueError` if the test case is no object.
+    """Return the keys of a test case that decide its form; raise `ValueError` if the test case is not an object.
 
     A key with the value null counts as missing, because in a table every test case has the keys of all forms.
     """
@@ -197,8 +196,8 @@ def list_forms(row: Any) -> list[str]:
 
 
 def read_case(row: Any) -> Printed | Tested:
-    """Read one test case of a data row; raise `ValueError` with a sentence if the test case has no valid form. The
-    form {"pytest": source} is read by the module `pytest_case`.
+    """Read one test case of a data row, except a pytest file; raise `ValueError` with a sentence if it has no valid
+    form.
     """
     match list_forms(row):
         case ["stdin", "stdout"]:

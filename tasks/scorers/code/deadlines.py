@@ -10,13 +10,11 @@
     CaseAnchors    --anchors of the row, with each response-->   CaseClock --deadlines--> CodeScorer
     (reward actor) <--seconds of correct programs, early kills-- (worker)  <--seconds----
 
-Two features of this module are not in the paper. First, a share of the programs that an adaptive deadline killed run
-again with T_max, while the worker process is idle (`Rechecks`). A program that passes its test case when it runs again
-was killed falsely. A false kill is counted and raises the anchor, so that the deadline of the test case recovers. A
-false kill never changes a score. Second, a request with `adapts = False`, as evaluations send, is scored with T_max.
+A share of the programs that an adaptive deadline killed run again with T_max (`Rechecks`), which is not in the paper.
+If such a program passes, the kill was wrong: it is counted, and the deadline becomes longer, but no score changes. A
+request with `adapts = False`, as evaluations send, is scored with T_max.
 
-A `CaseClock` is passed to the scorer of programs as a context variable, because a composite scorer may call that
-scorer, too.
+The scorer of programs reads its `CaseClock` from a context variable, because a composite scorer may call it, too.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ from rollflow.tasks.sandboxes.base import SandboxFailed
 from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 
 LONGEST_SHOWN = 40  # largest number of characters of a wrong value in an error message
-MOST_WAITING = 64  # largest number of killed test cases that wait to run again; older ones are dropped
-# runs a test case with the deadline T_max; returns the program's time in seconds, or None if the program failed
+MOST_WAITING = 64  # largest number of killed test cases that wait to run again; the oldest are dropped
+# runs a test case with the deadline T_max; returns the seconds of the program, or None if the program failed
 Rerun = Callable[[], Awaitable[float | None]]
 
 
 def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float | None) -> float:
-    """Compute the deadline of a program on a test case, in seconds. If no time of a correct program is known (`anchor`
-    is None), the deadline is `longest` (T_max).
+    """Compute the deadline of a program on a test case, in seconds. Without a time of a correct program (`anchor` is
+    None), the deadline is `longest` (T_max).
     """
     if anchor is None:
         return longest
@@ -51,20 +49,17 @@ def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float |
 
 
 def combine_anchors(measured: float | None, reference: float | None) -> float | None:
-    """Return the anchor of a test case: the longer of the time that the run measured and the time of the reference
-    solution.
+    """Return the longer of the time that the run measured and the time of the reference solution.
 
-    The longer time is safe. A fast program of the run never shortens a deadline that the reference solution needs. A
-    reference solution that ran on a faster machine never shortens a deadline that the run has learned.
+    A fast program, or a reference solution on a faster machine, never shortens the deadline.
     """
     return max((seconds for seconds in (measured, reference) if seconds is not None), default=None)
 
 
 def read_reference_seconds(adaptive: AdaptiveDeadline, reference: Mapping[str, Any]) -> float | None:
-    """Return the time of a data row's reference solution, in seconds, or None if the row has no time or the config no
-    column.
+    """Return the seconds of a row's reference solution, or None if the row or the config has none.
 
-    In a CSV file the seconds are text, which the function parses; an empty text means that the row has no seconds.
+    Text from a CSV file is parsed; an empty text counts as missing.
 
     Raises:
         ValueError: the row has no column `reference_column`, or its value is no positive number.
@@ -87,15 +82,15 @@ def read_reference_seconds(adaptive: AdaptiveDeadline, reference: Mapping[str, A
 
 
 def name_row(reference: Mapping[str, Any]) -> str:
-    """Return the name of a data row, which is a hash of its content; raise `TypeError` or `ValueError` if JSON cannot
-    express the row.
+    """Return the name of a data row, a hash of its content; raise `TypeError` or `ValueError` if JSON cannot express
+    the row.
     """
     return hashlib.blake2b(json.dumps(dict(reference)).encode(), digest_size=12).hexdigest()
 
 
 def is_drawn(share: float, *names: str) -> bool:
-    """Return whether a pseudo-random draw with probability `share` succeeds. The result depends only on `share` and
-    `names`.
+    """Return whether a pseudo-random draw with probability `share` succeeds; the result depends only on the
+    arguments.
     """
     drawn = int.from_bytes(hashlib.blake2b("\0".join(names).encode("utf-8", "replace"), digest_size=8).digest())
     return drawn < share * 2**64
@@ -103,9 +98,7 @@ def is_drawn(share: float, *names: str) -> bool:
 
 @dataclass(slots=True)
 class DeadlineReport:
-    """A worker process's report about the test cases of a data row: times of correct programs in seconds, and the
-    counts of `CaseAnchors`.
-    """
+    """A worker process's report about the test cases of a data row: seconds of correct programs, and counts."""
 
     row: str
     seconds: dict[int, float] = field(default_factory=dict)
@@ -133,12 +126,12 @@ class DeadlineReport:
 
 @dataclass(slots=True)
 class CaseClock:
-    """The anchors of a response's data row, and what the scorer measures on the row's test cases."""
+    """The known times of correct programs on a data row, and what the scorer measures on the row's test cases."""
 
     row: str
     anchors: Mapping[int, float]
     report: DeadlineReport = field(init=False)
-    # killed test cases that should run again, by the number of the test case
+    # killed test cases that should run again, by number
     doubtful: list[tuple[int, Rerun]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -149,9 +142,7 @@ CLOCK: ContextVar[CaseClock | None] = ContextVar("the clock of the response that
 
 
 class Rechecks:
-    """Runs again the programs that an adaptive deadline killed, one at a time, while the worker process has no response
-    to score.
-    """
+    """Runs programs again that an adaptive deadline killed, one at a time, while the worker process is idle."""
 
     def __init__(self, is_idle: Callable[[], bool], send: Callable[[DeadlineReport], None]) -> None:
         self._is_idle, self._send = is_idle, send
@@ -159,7 +150,7 @@ class Rechecks:
         self._running: asyncio.Task[None] | None = None
 
     def add(self, clock: CaseClock) -> None:
-        """Queue those test cases of a response that an adaptive deadline ended, so that they run again."""
+        """Queue the test cases of a response that an adaptive deadline ended, so that they run again."""
         self._waiting.extend((clock.row, case, rerun) for case, rerun in clock.doubtful)
 
     def begin(self) -> None:

@@ -1,15 +1,13 @@
-"""The code that runs in both sandboxes of a test case. One sandbox runs the model's program, and the other sandbox runs
-the tests.
+"""The code that runs in both sandboxes of a test case: one runs the model's program, and the other runs the tests.
 
     tests  --call of a function, as JSON--> candidate, in a sandbox of its own
            <---value or error, as JSON-----
 
-A program can neither read the tests nor decide their verdict, because the program only answers calls. Values of the
-basic types are copied to the tests, where an operator such as == works on the copy. Objects of other types stay in the
-program's sandbox, and the tests get a `Remote`, which forwards method calls.
+A program can neither read the tests nor decide their verdict, because it only answers calls. Values of the basic types
+are copied to the tests, where operators such as == work on the copy. Objects of other types stay with the program, and
+the tests get a `Remote`, which forwards method calls.
 
-`guest.py` imports only the standard library. The source code of `guest.py` is the beginning of each program that
-`cases` runs in a sandbox.
+`guest.py` imports only the standard library, because its source code is the beginning of each program in a sandbox.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ MOST_BITS = 10_000  # largest number of bits of an integer in decimal digits, of
 LONGEST_TEXT = 500  # largest number of characters of an error's text
 PLAIN = (type(None), bool, int, str)
 ATTRIBUTE = "__getattr__"  # the method name that means reading an attribute
-# special methods that a `Remote` forwards, and the functions that call them; a missing method is then a TypeError, as
-# in Python: `list` needs that error if an object has no length
+# special methods that a `Remote` forwards, with the functions that call them; a missing method raises a TypeError, as
+# in Python
 FORWARDED: dict[str, Any] = {
     "__bool__": bool,
     "__call__": operator.call,
@@ -49,13 +47,11 @@ FORWARDED: dict[str, Any] = {
     "__str__": str,
 }
 FUNCTIONS = {**FORWARDED, ATTRIBUTE: getattr}
-TURN = Lock()  # held by the thread of the tests whose call the program answers
+TURN = Lock()  # lock of the test thread whose call the program answers
 
 
 def encode(value: Any, keep: Any, depth: int = 0) -> Any:
-    """Return a value as JSON. The function `keep` stores an object that has no JSON form, and returns a number for the
-    object.
-    """
+    """Return a value as JSON. `keep` stores an object that has no JSON form, and returns a number for it."""
     if depth > DEEPEST:
         raise ValueError("the value is nested too deeply")
     kind = type(value)
@@ -68,7 +64,7 @@ def encode(value: Any, keep: Any, depth: int = 0) -> Any:
     if kind in (list, tuple, set, frozenset):
         parts = [encode(part, keep, depth + 1) for part in value]
         if kind in (set, frozenset):
-            parts.sort(key=json.dumps)  # sorted because the order of a set differs between processes
+            parts.sort(key=json.dumps)  # sorted, because the order of a set differs between processes
         return parts if kind is list else {kind.__name__: parts}
     if kind is dict:
         pairs = [[encode(key, keep, depth + 1), encode(part, keep, depth + 1)] for key, part in value.items()]
@@ -85,7 +81,7 @@ def encode(value: Any, keep: Any, depth: int = 0) -> Any:
 
 
 def encode_or_keep(value: Any, keep: Any) -> Any:
-    """Return a value as JSON; store a value that is nested too deeply, as a list that contains itself is."""
+    """Return a value as JSON; store a value that is nested too deeply, such as a list that contains itself."""
     try:
         return encode(value, keep)
     except ValueError:
@@ -93,9 +89,7 @@ def encode_or_keep(value: Any, keep: Any) -> Any:
 
 
 def decode(value: Any, remote: Any) -> Any:
-    """Return the value from the JSON that `encode` wrote. The function `remote` returns the object with a given
-    number.
-    """
+    """Return the value from JSON that `encode` wrote; `remote` returns the object with a given number."""
     if isinstance(value, list):
         return [decode(part, remote) for part in value]
     if not isinstance(value, dict):
@@ -122,8 +116,8 @@ def open_channel() -> Any:
 
 
 class Script:
-    """Replaces the program's channel to the tests, in a sandbox without channels. `Script` gives the program the calls
-    recorded so far, and prints only the last answer.
+    """Replaces the program's channel to the tests in a sandbox without channels: gives the program the recorded calls,
+    and prints the last answer.
     """
 
     def __init__(self, calls: list[str]) -> None:
@@ -147,8 +141,8 @@ class Script:
 
 
 class Recording:
-    """Replaces the tests' channel to the program, in a sandbox without channels. `Recording` gives the tests recorded
-    answers, and ends the process at the first call without an answer.
+    """Replaces the tests' channel to the program in a sandbox without channels: gives recorded answers, and ends at the
+    first call without one.
 
     `calls` are the calls that were answered. The first answer belongs to no call and lists the names that the program
     defines.
@@ -178,8 +172,8 @@ class Recording:
 
 
 def answer_calls(code: str, name: str, calls: list[str]) -> None:
-    """Run the model's program and the calls in `calls`; print the answer to the last call, or the names that the
-    program defines if there is no call.
+    """Run the model's program and the calls in `calls`; print the last answer, or without calls the names that the
+    program defines.
     """
     script = Script(calls)
     serve_candidate(code, name, script)
@@ -187,9 +181,7 @@ def answer_calls(code: str, name: str, calls: list[str]) -> None:
 
 
 def serve_candidate(code: str, name: str, channel: Any = None) -> None:
-    """Run the model's program as the module `solution`, then answer the tests' calls of its functions until the tests
-    end.
-    """
+    """Run the model's program as the module `solution`, then answer calls of its functions until the tests end."""
     channel = channel or open_channel()
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -229,9 +221,7 @@ class Remote:
 
 
 def forward(name: str) -> Any:
-    """Return a special method of `Remote`, which calls the method of the same name on the object in the program's
-    sandbox.
-    """
+    """Return a special method of `Remote`, which calls the same method of the object in the program's sandbox."""
     return lambda self, *args, **named: ask(self._channel, self._number, name, args, named)
 
 
@@ -266,7 +256,7 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
 
 
 def build_error(kind: type[Exception], text: Any) -> Exception:
-    """Build an error with a text. Groups of errors and the errors of text encodings need further arguments."""
+    """Build an error with a text. Groups of errors and errors of text encodings need further arguments."""
     for args in ((text,), (text, [RuntimeError(text)]), ("", b"", 0, 1, text), ("", "", 0, 1, text), ("", 0, 1, text)):
         try:
             return kind(*args)
@@ -276,12 +266,11 @@ def build_error(kind: type[Exception], text: Any) -> Exception:
 
 
 def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
-    """Run tests on the functions of the model's program, and exit with 0 if all tests pass.
+    """Run tests on the functions of the model's program; exit with 0 if all tests pass.
 
-    The tests can call each function of the program by its name, and import it from the module `solution`. The tested
-    function `entry` is also named `candidate`. A program cannot replace built-ins such as `abs` or `all` in the tests,
-    because the tests use them to decide whether the program passes. Only the tested function `entry` may have the name
-    of a built-in.
+    The tests can call each function of the program by its name, or import it from the module `solution`. The function
+    `entry` is also named `candidate`. Only `entry` may have the name of a built-in, so that a program cannot replace
+    built-ins such as `abs` in the tests.
     """
     found = read_module(channel or open_channel(), lambda name: name == entry or is_usable(name))
     space = {**found, "__name__": "tests", "equal": equal}
@@ -294,8 +283,8 @@ def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
 
 
 def read_module(channel: Any, is_kept: Any) -> dict[str, Any]:
-    """Read the names that the model's program defines, make them the module `solution`, and return them. The function
-    `is_kept` says which names are kept.
+    """Read the names that the model's program defines, make them the module `solution`, and return them. `is_kept`
+    decides which names are kept.
     """
     line = channel.readline()
     if not line:
@@ -322,7 +311,7 @@ def equal(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Compare two values; a tuple equals a list of the same values.
 
     Two numbers may differ by `tolerance`, or by `tolerance` times the expected number. The tolerance is not relative to
-    `value`, because a huge value would then equal every number.
+    `value`, because a huge value would equal every number.
     """
     if isinstance(expected, (list, tuple)) and isinstance(value, (list, tuple)):
         return len(value) == len(expected) and all(map(lambda a, b: equal(a, b, tolerance), value, expected))

@@ -3,9 +3,8 @@
     CodeScorer --program--> sandbox of the program <--calls--> sandbox of the tests, where `pytest_guest` runs pytest
                <--a random token, and how many tests passed---------+
 
-The sandboxes of the tests contain the packages of pytest from rollflow's own Python environment, read-only. In
-sandboxes of kind `bubblewrap`, pytest is imported before the first test file. No code of the model runs in these
-sandboxes. The sandboxes of programs do not contain pytest.
+Sandboxes of tests contain the packages of pytest from rollflow's environment, read-only, and no code of the model runs
+in them. Sandboxes of programs do not contain pytest.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ PROBE_TESTS = "from solution import f\n\n\ndef test_f():\n    assert f() == 1\n"
 
 @dataclass(frozen=True, slots=True)
 class Testers:
-    """Sandboxes in which pytest runs, and where the programs in them see the packages of pytest."""
+    """Sandboxes in which pytest runs, with the paths of the packages of pytest inside them."""
 
     __test__ = False  # no class of tests
 
@@ -61,7 +60,8 @@ class Testers:
 
 @dataclass(frozen=True, slots=True)
 class PytestFile:
-    """A test case whose tests are the test functions of a pytest file. `testers` are set before the case is judged."""
+    """A test case whose tests are the test functions of a pytest file. `testers` must be set before the case is
+    judged."""
 
     tests: str
     testers: Testers | None = field(default=None, compare=False)
@@ -82,8 +82,8 @@ Case = Printed | Tested | PytestFile
 
 
 def read_result(verdict: ExecResult, token: str) -> CaseResult:
-    """Return the result of a test case from the last line that the process of pytest printed. Without a line that
-    begins with the token, no test has passed.
+    """Return the result of a test case from the last output line of pytest's process. If the line does not begin with
+    the token, no test has passed.
     """
     line = read_last_line(verdict.stdout)
     if not verdict.succeeded or not line.startswith(f"{token} "):
@@ -156,7 +156,7 @@ def try_testers(config: SandboxConfig) -> None:
         testers = await start_testers(config)
         await testers.sandboxes.close()
 
-    with ThreadPoolExecutor(1) as pool:  # use a thread, because the caller may already run an event loop
+    with ThreadPoolExecutor(1) as pool:  # a separate thread is used, because the caller may already run an event loop
         pool.submit(lambda: asyncio.run(start_and_close())).result()
 
 
@@ -171,8 +171,8 @@ def find_kind_fault(config: SandboxConfig) -> str | None:
 
 
 def find_file_fault(source: str) -> str | None:
-    """Return why no program can pass a pytest file, or why a program could pass it unduly; None if neither is so. The
-    file must be valid Python.
+    """Return why no program can pass a pytest file, or why a program could pass without being tested; None if the file
+    is valid. The file must be valid Python.
     """
     tree = ast.parse(source)
     tests = list(_list_tests(tree))
@@ -203,8 +203,8 @@ def has_pytest_file(reference: Mapping[str, Any]) -> bool:
 
 
 def _list_tests(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the functions that pytest takes for tests. A class has tests if its name begins with Test, or if it has a
-    base class, which may be `unittest.TestCase`.
+    """Yield the functions that pytest treats as tests. A class has tests if its name begins with Test, or if it has a
+    base class.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):

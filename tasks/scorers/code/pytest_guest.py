@@ -6,10 +6,8 @@
     the last line of the output: the token of this run, and how many tests passed
 
 No code of the model runs in the process of pytest, so a program can change neither pytest nor the result. The program
-does not know the token, and everything that the tests print comes before the last line. When the program ends, no
-further test passes: this process then writes its result and exits, because a test could catch any error.
-
-The code below `BEGIN` follows the source code of `guest.py` in the sandbox.
+does not know the token of the last line, so it cannot forge the result. When the program ends, this process writes its
+result and exits, because a test could catch any error and pass.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from rollflow.tasks.scorers.code.guest import is_public, open_channel, read_modu
 BEGIN = "# --- the code in the sandbox"
 # --- the code in the sandbox
 FILE = "test_solution.py"  # name of the test file
-# the result comes from `PytestResults` alone; `assert` stays as written, so that no value is compared twice
+# The result comes from `PytestResults` alone, and `assert` is not rewritten, so that no value is compared twice.
 OPTIONS = [
     *("--assert=plain", "--disable-plugin-autoload", "-p", "no:terminal", "-p", "no:cacheprovider"),
     *("-p", "no:faulthandler", "-p", "no:doctest", "-p", "no:pastebin", FILE),
@@ -34,13 +32,13 @@ LONGEST_REASON = 200  # largest number of characters of a failed test's error
 
 
 class Packages:
-    """Finds the packages of pytest, which are not in Python's standard library. `places` are their folders or files."""
+    """Finds the packages of pytest in `places`, because they are not in Python's standard library."""
 
     def __init__(self, places: dict[str, str]) -> None:
         self._places = places
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return where a package is; return None for any other module."""
+        """Return the location of a package of pytest; return None for any other module."""
         from importlib.util import spec_from_file_location
 
         if (place := self._places.get(name)) is None:
@@ -52,9 +50,9 @@ class Packages:
 
 
 class PytestResults:
-    """A plugin of pytest that counts the tests that passed, and writes the result of the run.
+    """A plugin of pytest that counts the passed tests, and writes the result of the run.
 
-    A test passes if its setup, its call and its teardown pass. A test that is skipped, or fails as expected (`xfail`),
+    A test passes if its setup, its call and its teardown pass. A test that is skipped or fails as expected (`xfail`)
     does not pass, because a program could be the reason.
     """
 
@@ -70,7 +68,7 @@ class PytestResults:
         self._names = [item.nodeid for item in session.items]
 
     def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
-        """Note the error of a test, or of the whole file."""
+        """Record the error of a test, or of the whole file."""
         self._errors.setdefault(report.nodeid, f"{node.name}: {describe_error(call.excinfo.value)}")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -90,13 +88,13 @@ class PytestResults:
 
 
 class EndingChannel:
-    """The channel to the program, which ends the tests when the program has ended."""
+    """The channel to the program, which ends the tests when the program ends."""
 
     def __init__(self, channel: Any, results: PytestResults) -> None:
         self._channel, self._results = channel, results
 
     def write(self, data: bytes) -> None:
-        """Write a call; the program may have ended, which `readline` reports."""
+        """Write a call; a program that has ended is reported by `readline`."""
         try:
             self._channel.write(data)
         except OSError:
@@ -118,7 +116,7 @@ class EndingChannel:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line. The text of an error may come from the program."""
+    """Return an error as one line; its text may come from the program."""
     try:
         text = " ".join(str(error).split())
     except BaseException:  # noqa: BLE001 - the text may be that of an object in the program's sandbox
@@ -140,7 +138,8 @@ def run_pytest(tests: str, places: dict[str, str], token: str) -> NoReturn:
     channel = EndingChannel(open_channel(), results)
     pytest = import_pytest(places)
     read_module(channel, is_public)
-    for name, text in ((FILE, tests), ("pytest.ini", "[pytest]\n")):  # else pytest would look for settings elsewhere
+    # without this file, pytest would look for settings elsewhere
+    for name, text in ((FILE, tests), ("pytest.ini", "[pytest]\n")):
         with open(name, "w", encoding="utf-8") as file:
             file.write(text)
     sys.dont_write_bytecode = True

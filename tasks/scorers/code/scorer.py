@@ -1,16 +1,10 @@
 """Scores programs that a model wrote, by running them on test cases in sandboxes.
 
-The reference of a response has a column `cases` with the test cases (see the module `cases`). The value of a score is
-the share of test cases that the program passes; a test case that is a pytest file counts with the share of its tests
-that pass. With `reward.all_or_nothing`, the value is 1 if the program passes all
-test cases, otherwise 0, and no test case runs after the first that fails. A failure that the program may have caused,
-such as a timeout, makes its test case fail. If a sandbox fails, its test case runs again, up to `TRIES` times in all.
-If all tries of a test case fail, the outcome of the response is "unjudged". If a sandbox without isolation ends at each
-try, the test case fails, because the program may have ended the sandbox.
-
-With `reward.adaptive`, the deadlines of test cases follow the measured times of correct programs (see the module
-`deadlines`). If an adaptive deadline ended a program, the score's reason says so, and the part "deadline" has the
-shortest such deadline in seconds.
+The column `cases` of the reference has the test cases (see the module `cases`). The score is the share of passed test
+cases, or with `reward.all_or_nothing` 1 if all pass and 0 otherwise. A test case fails after a failure that the program
+may have caused, such as a timeout. After a failure of a sandbox, the test case runs again, up to `TRIES` times; then
+the response is unjudged. If a sandbox without isolation ends at each try, the test case fails, because the program may
+have ended the sandbox.
 """
 
 from __future__ import annotations
@@ -51,19 +45,15 @@ from rollflow.tasks.scorers.config import DEADLINE, CodeReward
 
 TRIES = 3  # largest number of tries of a test case if sandboxes fail
 FENCE = re.compile(r"(`{3,})[ \t]*([^\n`]*?)[ \t]*\n(.*?)\1`*", re.DOTALL)
-# languages after the opening fence of a code block that mark it as a program
+# languages of a Markdown code block that mark it as a program
 LANGUAGES = ("", "python", "py", "python3")
 
 
 class CodeScorer:
-    """Scores responses by running their programs in sandboxes. Several responses may be scored at the same time. See
-    the module's docstring.
-    """
+    """Scores responses by running their programs in sandboxes, several at the same time."""
 
     def __init__(self, config: CodeReward, sandboxes: Sandboxes | None = None) -> None:
-        """Use `sandboxes`, which are already started. If `sandboxes` is None, the first response starts the sandboxes
-        that the config describes.
-        """
+        """Use the started `sandboxes`; if they are None, start sandboxes at the first response."""
         self._config = config
         self._sandboxes = sandboxes
         self._testers: Testers | None = None
@@ -117,9 +107,7 @@ class CodeScorer:
         return compute_deadline(adaptive, longest, combine_anchors(clock.anchors.get(number), solution))
 
     def _note_kill(self, clock: CaseClock, number: int, sandboxes: Sandboxes, case: Case, program: str) -> None:
-        """Count a program that an adaptive deadline killed, and let a share of such programs run again with the longest
-        deadline.
-        """
+        """Count a program that an adaptive deadline killed; a share of them runs again with the longest deadline."""
         clock.report.kills += 1
         if self._config.adaptive and is_drawn(self._config.adaptive.recheck, clock.row, str(number), program):
             rerun = functools.partial(_measure, sandboxes, case, program, self._config.case_seconds)
@@ -130,7 +118,7 @@ class CodeScorer:
         sandboxes.
         """
         if self._loop not in (None, asyncio.get_running_loop()):
-            # the old sandboxes ended with their event loop
+            # The old sandboxes ended with their event loop.
             self._sandboxes, self._testers, self._starting = None, None, asyncio.Lock()
         async with self._starting:
             if self._sandboxes is None:
@@ -140,8 +128,8 @@ class CodeScorer:
         return self._sandboxes
 
     async def _prepare(self, case: Case) -> Case:
-        """Return a test case that can be judged. The first pytest file starts the sandboxes in which pytest runs; raise
-        `ConfigError` if this machine cannot run pytest.
+        """Return a test case that can be judged. The first pytest file starts the sandboxes for pytest; `ConfigError`
+        says that this machine cannot run pytest.
         """
         if not isinstance(case, PytestFile):
             return case
@@ -159,9 +147,7 @@ class CodeScorer:
                 await sandboxes.close()
 
     def _sum_up(self, results: Sequence[CaseResult], count: int) -> Score:
-        """Return the score of a program with `count` test cases, from the results of the test cases that ran. Test
-        cases that did not run count as not passed.
-        """
+        """Return the score of a program with `count` test cases; cases that did not run count as not passed."""
         passed = sum(result.passed for result in results)
         share = sum(result.value for result in results) / count
         value = float(passed == count) if self._config.all_or_nothing else share
@@ -173,7 +159,7 @@ class CodeScorer:
 
 
 def _outcome(is_correct: bool, share: float, ends: Sequence[ProgramEnd]) -> Outcome:
-    """Return the outcome of a program. If the program passed no test, the outcome says how the program ended."""
+    """Return the outcome of a program, which says how the program ended if no test passed."""
     if is_correct:
         return Outcome.CORRECT
     if share:
@@ -187,7 +173,8 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
     for attempt in range(TRIES):
         try:
             return await case.judge(sandboxes, program, seconds)
-        except (SandboxFailed, OSError) as error:  # an OSError comes from this process, such as too many open files
+        # an OSError comes from this process, for example because of too many open files
+        except (SandboxFailed, OSError) as error:
             if attempt < TRIES - 1:
                 continue
             if isinstance(error, SandboxLost) and Capability.ISOLATION not in sandboxes.capabilities:
@@ -197,7 +184,7 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
 
 
 async def _measure(sandboxes: Sandboxes, case: Case, program: str, seconds: float) -> float | None:
-    """Return the time in seconds of a program that passes the test case, or None if the program fails."""
+    """Return the seconds of a program that passes the test case, or None if the program fails."""
     result = await _judge(sandboxes, case, program, seconds)
     return result.seconds if result.passed else None
 
@@ -219,7 +206,7 @@ def read_cases(reference: Mapping[str, Any]) -> list[Case]:
 
 
 def find_cases_fault(config: CodeReward, reference: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the test cases or the reference seconds of a data row, or None. The code in a test case
+    """Return what is wrong with the test cases or the reference seconds of a data row, or None. The code in test cases
     must compile.
     """
     try:
@@ -254,10 +241,9 @@ def _find_syntax_fault(code: str) -> str | None:
 
 
 def find_program(response: str, *, fenced: bool) -> str | None:
-    """Return the last Markdown code block in a response that is marked as Python or has no language; None if there is
-    no such block.
+    """Return the last Markdown code block of a response that is Python or has no language; None if there is none.
 
-    If `fenced` is False, the whole response is the program.
+    With `fenced = False`, the whole response is the program.
     """
     if not fenced:
         return response

@@ -12,10 +12,10 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
 from rollflow.tasks.scorers.base_config import RewardBase
 
 NAME = re.compile(r"[A-Za-z_][\w-]{0,39}", re.ASCII)  # the name of a rubric's item
-# names that no rubric item may have, because parts of the score or fields of the judge's answer have them
+# names that no rubric item may have, because the score or the judge's answer uses them
 RESERVED = ("answer", "disagreement", "format", "reason")
 MOST_ITEMS = 32
-# mode of the judge -> placeholders that a prompt template for that mode must contain
+# mode of the judge -> placeholders that its prompt template must contain
 FIELDS = {"verdict": ("response",), "rubric": ("response", "rubric"), "pairwise": ("first", "second")}
 _JUDGED = "earlier responses were judged by it"
 
@@ -43,12 +43,14 @@ class JudgeReward(RewardBase):
 
     kind: Literal["judge"] = Field("judge", description="a language model behind an OpenAI-compatible endpoint")
     url: str = Field(
-        description="base address of the endpoint, e.g. http://127.0.0.1:8000/v1; a URL with a user, a password or a "
-        "query is refused",
+        description=(
+            "base address of the endpoint, e.g. http://127.0.0.1:8000/v1; a URL with a user, a password or a query is "
+            "rejected"
+        ),
     )
     model: str = Field(min_length=1, description="name of the model, as the endpoint knows it")
     token_env: str = Field(
-        "", description="name of the environment variable with the key of the endpoint; empty: no key is sent"
+        "", description="name of the environment variable with the API key of the endpoint; empty: no key is sent"
     )
     mode: Literal["verdict", "rubric", "pairwise"] = Field(
         "verdict",

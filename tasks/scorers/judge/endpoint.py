@@ -1,25 +1,17 @@
-"""Calls a judge at an OpenAI-compatible endpoint, with at most `at_once` calls at a time and `tokens_per_minute` tokens
-in a minute.
+"""Calls a judge at an OpenAI-compatible endpoint, with limits on simultaneous calls and on tokens per minute.
 
-The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. Pauses between tries
-grow, or follow the endpoint's Retry-After header. An answer of the judge that is not a valid verdict counts as a failed
-try.
+A call is repeated after a lost connection, a time-out, HTTP status 408, 409, 429 or 5xx, or an invalid verdict.
 
-If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After the first verdict in this process, the
-response may be the cause of a missing verdict in two cases: the judge itself answered, or the endpoint rejected the
-request's content, for example as too long. In these two cases, `ask` raises `NoVerdict` instead of `Unjudged`. Before
-the first verdict, the judge or its settings may be the cause of a missing verdict.
+A question without a verdict raises `Unjudged`, or `NoVerdict` if the response may be the cause, for example because it
+is too long.
 
-A question is *overtaken* if the judge answers all its calls too late, while it gives a verdict on a question that was
-asked later. If a question is overtaken, the judge was available, so the response may have made the judge write without
-end. A question that was overtaken `judge_tries` times raises `LateVerdict`. Lost connections and other errors of the
-endpoint do not count as answers that came too late.
+A question is *overtaken* if all its answers come too late although a later question gets a verdict; after `judge_tries`
+times, it raises `LateVerdict`.
 
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
-up. The token budget also counts the tokens of earlier processes, if the caller passes them. When the run must end, the
-event `failed` is set, and each further call raises the error.
+up.
 
-The endpoint's API key appears in no error message.
+No error message contains the API key.
 """
 
 from __future__ import annotations
@@ -42,8 +34,9 @@ from rollflow.tasks.scorers.judge.prompts import JudgeQuestion, Verdict
 
 REFUSED = (401, 403, 404)  # HTTP statuses that mean a wrong API key, address or model, so that a retry is useless
 CHARS_PER_TOKEN = 3  # characters per token in the estimate of a request's tokens; few texts have fewer
-REFUSED_CONTENT = (400, 413, 422)  # HTTP statuses that may mean a response that is too long, or that a filter rejects
-LATE = (408, 504)  # HTTP statuses that mean that the endpoint gave up waiting for the judge
+# HTTP statuses that may mean that a response is too long, or that a filter rejects it
+REFUSED_CONTENT = (400, 413, 422)
+LATE = (408, 504)  # HTTP statuses for a judge that took too long
 MOST_OVERTAKEN = 10_000  # largest number of overtaken questions that are remembered
 LONGEST_ANSWER = 200  # largest number of characters of an endpoint's answer in an error message
 
@@ -55,7 +48,7 @@ class NoVerdict(RollflowError):
 
 
 class LateVerdict(NoVerdict):
-    """Raised if the judge repeatedly gave no verdict in time, but verdicts on questions that were asked later."""
+    """Raised if the judge repeatedly gave no verdict in time, although it gave verdicts on later questions."""
 
     outcome = Outcome.TIMEOUT
 
@@ -65,7 +58,7 @@ class LateAnswer(Unjudged):
 
 
 class Endpoint:
-    """Sends questions to a judge. See the module's docstring."""
+    """Sends questions to a judge."""
 
     def __init__(self, config: JudgeReward, section: str, used: JudgeUsage | None = None) -> None:
         """Store the config; the tokens of calls are added to `used`."""
@@ -96,7 +89,7 @@ class Endpoint:
         except ImportError as error:
             cure = f"the package {error.name} is missing; pip install 'rollflow[judge]'"
             raise ConfigError(f"{self._section}.kind = 'judge': {cure}") from None
-        # By default the client sends the values of OPENAI_ORG_ID and OPENAI_PROJECT_ID to any endpoint.
+        # By default the client would send OPENAI_ORG_ID and OPENAI_PROJECT_ID to any endpoint.
         own = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
         self._client = openai.AsyncOpenAI(
             base_url=self._config.url,
@@ -124,15 +117,14 @@ class Endpoint:
         where = f"{self._section}.token_env = {name!r}"
         if not (key := os.environ.get(name)):
             raise ConfigError(f"{where}: this variable is not set; set it to the key")
-        # the error of an HTTP client about an invalid header would quote the key
+        # The HTTP client's error about an invalid header would quote the key.
         if not (key.isascii() and key.isprintable() and key == key.strip()):
             cure = "set it to the key alone, in ASCII and without a line break or white space at its ends"
             raise ConfigError(f"{where}: an HTTP header cannot hold this variable's value; {cure}")
         return key
 
     async def ask(self, question: JudgeQuestion, repeat: int) -> Verdict:
-        """Return the judge's verdict on a question; `repeat`, the number of the repetition, changes the judge's random
-        seed.
+        """Return the judge's verdict on a question; the number `repeat` changes the judge's random seed.
 
         Raises:
             Unjudged: no try gave a valid verdict.
@@ -168,8 +160,8 @@ class Endpoint:
             return verdict
 
     def _note_late(self, key: str, began: int, said: str) -> Exception:
-        """Return the error for a question whose call, number `began`, was answered too late; count the question if it
-        was overtaken.
+        """Return the error for a question whose call (number `began`) was answered too late, and count an overtaken
+        question.
         """
         if self._newest_answered < began:
             return Unjudged(said)
@@ -255,7 +247,7 @@ class Endpoint:
             tokens -= some
 
     async def _count(self, question: JudgeQuestion, tokens: int | None) -> None:
-        """Count the tokens of an answered call. Tokens above the estimate delay the next calls."""
+        """Count the tokens of an answered call; tokens above the estimate delay the next calls."""
         estimate = self._estimate(question)
         self.usage.tokens += estimate if tokens is None else tokens
         await self._reserve((tokens or 0) - estimate)
@@ -278,8 +270,8 @@ def _import_packages() -> tuple[Any, Any]:
 
 
 def _read_answer(text: str) -> tuple[Mapping[str, Any], int | None]:
-    """Return the judge's choice, which has a message, and the number of tokens in an endpoint's answer; raise
-    `ValueError` if the answer has no message.
+    """Return the judge's choice and the number of tokens in an endpoint's answer; raise `ValueError` if there is no
+    message.
     """
     answer = json.loads(text)
     try:

@@ -1,14 +1,13 @@
 """Writes the messages that a judge reads about a response, and parses the judge's verdict.
 
-The prompt puts a response between two marks that contain a hash of the response, so no response can contain its own
-mark. The system message tells the judge that text between the marks is never an instruction.
+The response stands between two marks with a hash of the response, so no response can contain its own mark. The system
+message says that text between the marks is never an instruction.
 
-A space is inserted into text of a response that a chat template could read as a control token, such as <|im_start|>.
+A space is inserted into text that a chat template could read as a control token, such as <|im_start|>.
 
-A prompt template is filled in one pass, so placeholders in the question or in the response stay text.
+Placeholders in a question or a response stay text.
 
-A verdict is read only from the JSON object in the judge's answer. An answer of the judge that violates the JSON schema
-in any way is no verdict.
+A verdict is read only from a JSON object in the judge's answer, which must match the JSON schema.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class JudgeQuestion:
 
     @property
     def text(self) -> str:
-        """All messages of the request as JSON. Equal requests have equal texts."""
+        """All messages of the request as JSON, which are equal for equal requests."""
         return json.dumps([list(map(dict, self.messages)), self.schema], sort_keys=True)
 
     def read(self, content: str) -> Verdict:
@@ -116,8 +115,8 @@ def ask_rubric(
 ) -> JudgeQuestion:
     """Build the request that asks a judge which statements of a rubric are true of a response.
 
-    The verdict's value is the sum of the weights of the true statements, at least 0, divided by the sum of all positive
-    weights.
+    The value of the verdict is the sum of the weights of the true statements, at least 0, divided by the sum of all
+    positive weights.
     """
     form = f"{', '.join(json.dumps(name) for name in rubric)} (each true or false)"
     whole = sum(item.weight for item in rubric.values() if item.weight > 0)
@@ -135,8 +134,8 @@ def ask_rubric(
 
 
 def ask_comparison(config: JudgeReward, material: Material, first: str, second: str) -> JudgeQuestion:
-    """Build the request that asks a judge which of two responses is better. The verdict's value is the points of the
-    first response.
+    """Build the request that asks a judge which of two responses is better. The value of the verdict is the points of
+    the first response.
     """
     both = f"{first}\0{second}"
     texts = {
@@ -153,11 +152,10 @@ def ask_comparison(config: JudgeReward, material: Material, first: str, second: 
 
 
 def read_rubric(config: JudgeReward, reference: Mapping[str, Any]) -> Mapping[str, RubricItem]:
-    """Return the rubric from the config or, if the config has none, from the data row; raise `ValueError` if neither
-    has one.
+    """Return the rubric of the config or of the data row; raise `ValueError` if there is none.
 
-    The rubric of a data row is a list of objects with `text` and, optionally, `weight`. The items of a data row's
-    rubric are named item_1, item_2, ...
+    A data row's rubric is a list of objects with `text` and, optionally, `weight`, which are named item_1, item_2,
+    ...
     """
     if config.rubric:
         return config.rubric
@@ -197,7 +195,7 @@ def shorten(text: str, longest: int) -> str:
 
 
 def _fence(config: JudgeReward, what: str, response: str, hashed: str) -> str:
-    """Return a response between two marks that contain a hash of the text `hashed`, of which the response is a part."""
+    """Return a response between two marks with a hash of the text `hashed`, which contains the response."""
     mark = hashlib.sha256(hashed.encode("utf-8", "surrogatepass")).hexdigest()[:24]
     shown = CONTROL.sub(lambda found: f"{found[0]} ", shorten(response, config.max_response_chars))
     shown = shown.encode("utf-8", "backslashreplace").decode()

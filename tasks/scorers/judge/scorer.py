@@ -7,11 +7,10 @@
     pairwise    a question for each opponent: the other responses of the group, or else the reference answer; the value
                 is the share of the points that the response wins
 
-- A response without a verdict is "unjudged", unless the response may be the cause (see `endpoint`): then its value is
-  0, and in the mode pairwise neither response of the pair gets points.
-- With `repeats`, the part "disagreement" is the mean difference between two verdicts on the same question, from 0 to 1.
-- An equal question is asked once while its verdicts are in the cache, or on their way. Two responses of a group ask the
-  same question about each other. A request with `uses_cache = False` asks each of its questions again.
+- A response without a verdict is unjudged, or gets the value 0 if the response may be the cause (see `endpoint`).
+- With `repeats`, the part "disagreement" is the mean difference between two verdicts on the same question.
+- Equal questions are asked only once while the verdict is cached or pending. A request with `uses_cache = False` asks
+  all its questions again.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ EMPTY = Score(0.0, "the response has no text to judge", Outcome.UNPARSABLE)
 
 
 class JudgeScorer(Scorer):
-    """Scores responses by a judge. See the module's docstring."""
+    """Scores responses by a judge."""
 
     def __init__(
         self, config: JudgeReward, policy_folder: Path, section: str = "reward", used: JudgeUsage | None = None
     ) -> None:
-        """Create a scorer that adds the judge's tokens to `used`, which may have the tokens of earlier processes."""
+        """Create a scorer that adds the judge's tokens to `used`, which may contain the tokens of earlier processes."""
         self._config, self._folder = config, policy_folder
         self._endpoint = Endpoint(config, section, used)
         self._cache: OrderedDict[str, asyncio.Task[list[Verdict]]] = OrderedDict()
@@ -164,9 +163,7 @@ class JudgeScorer(Scorer):
         return await self._compare(response, material, choose_opponents(response, peers, config.opponents), cached)
 
     async def _compare(self, response: str, material: Material, peers: Sequence[str], cached: bool) -> Score:
-        """Let the judge compare a response with other responses. The value of the score is the share of points that the
-        response wins.
-        """
+        """Compare a response with other responses; the score is the share of points that the response wins."""
         others = peers or ([material.answer] if material.answer.strip() else [])
         if not others:
             raise Unjudged('the mode "pairwise" has neither another response nor a reference answer to compare with')
@@ -182,8 +179,8 @@ class JudgeScorer(Scorer):
     async def _compare_pair(self, response: str, other: str, material: Material, cached: bool) -> list[Verdict]:
         """Return the judge's verdicts on a pair of responses, with the points of `response` as values.
 
-        The order of the two responses depends on a hash of both texts, and alternates with each repetition. Scoring
-        either response of a pair asks the judge the same question, and neither response is systematically first.
+        The order of the pair depends on a hash of both texts, and alternates with each repetition, so neither response
+        is always first. Both responses of a pair lead to the same question.
         """
         if not other.strip() or response == other:
             return [Verdict(0.5 if response == other else 1.0, "no comparison needed", {})]
@@ -214,7 +211,7 @@ class JudgeScorer(Scorer):
         return await asyncio.shield(task)
 
     def _settle(self, key: str, task: asyncio.Task[list[Verdict]]) -> None:
-        """Drop a failed question from the cache of verdicts, and the oldest verdicts if the cache is full."""
+        """Remove a failed question from the cache, and the oldest verdicts if the cache is full."""
         if task.cancelled() or task.exception() is not None:
             self._cache.pop(key, None)
         excess = max(0, len(self._cache) - self._config.cache_entries)
@@ -226,8 +223,7 @@ class JudgeScorer(Scorer):
 def choose_opponents(response: str, peers: Sequence[str], most: int | None) -> Sequence[str]:
     """Choose up to `most` opponents of a response: its neighbours on a ring of all responses to the same prompt.
 
-    The order of the ring depends only on hashes of the responses, so that every response is an opponent of its own
-    opponents.
+    The order of the ring depends only on hashes, so that every response is an opponent of its own opponents.
     """
     if most is None or len(peers) <= most:
         return peers
@@ -248,7 +244,7 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _combine(verdicts: Sequence[Verdict]) -> Score:
-    """Return the mean of verdicts as a score. The score of several verdicts has a part "disagreement"."""
+    """Return the mean of verdicts as a score, with a part "disagreement" for several verdicts."""
     value = statistics.fmean(verdict.value for verdict in verdicts)
     names = verdicts[0].parts
     parts = {name: statistics.fmean(verdict.parts[name] for verdict in verdicts) for name in names}

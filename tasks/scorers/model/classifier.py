@@ -1,9 +1,9 @@
-"""A reward model, which grades responses with a sequence-classification model, in batches of inputs of similar length.
+"""A reward model: a sequence-classification model that grades responses in batches of similar length.
 
     conversations --> inputs --sorted by length--> batches of at most `max_batch` rows and `batch_tokens` tokens
                                                    --padded on the right, one forward pass each--> grades
 
-The weights are read from safetensors only. If a batch does not fit into a GPU's memory, its halves are graded instead.
+The weights are read only from safetensors files. A batch that does not fit into a GPU's memory is graded in halves.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from rollflow.tasks.scorers.model.inputs import Conversation, GraderInput, Input
 
 SAVE = "save the model again (save_pretrained)"
 TRIED: Conversation = ([{"role": "user", "content": "What is the colour of snow?"}], "White.")
-TRIED_BYTES = 2**28  # largest size, in bytes, of a reward model that is tried out before a run starts
-TRIED_TOKENS = 2048  # largest limit on a model's input, in tokens, at which an input of that length is tried out
+TRIED_BYTES = 2**28  # largest size, in bytes, of a reward model that is tested before a run starts
+TRIED_TOKENS = 2048  # largest input limit, in tokens, at which an input of the full length is tested
 SHOWN = 4  # largest number of labels or tensor names in one error message
 
 
 class Classifier:
-    """Grades responses with a reward model. See the module's docstring. Only one thread at a time may use a
-    `Classifier`.
-    """
+    """Grades responses with a reward model; only one thread at a time may use a `Classifier`."""
 
     def __init__(self, config: ModelReward, folder: Path, section: str = "reward", now: float = 0.0) -> None:
         """Load the model.
@@ -72,7 +70,7 @@ class Classifier:
         return [grades[place] for place in range(len(conversations))]
 
     def try_out(self) -> None:
-        """Grade a short conversation, and an input of the largest length unless this length is large.
+        """Grade a short conversation and, unless the limit is large, an input of the largest length.
 
         Raises:
             ConfigError: the model cannot grade an input, or the grade is not a finite number.
@@ -149,8 +147,8 @@ def check_model(config: ModelReward, folder: Path, section: str) -> None:
 
 
 def find_label(config: ModelReward, described: Any, section: str) -> int | None:
-    """Return the index of the label whose probability is the score; return None if the model has one label, whose logit
-    is the score.
+    """Return the index of the label whose probability is the score; None if the logit of the only label is the
+    score.
 
     Raises:
         ConfigError: the model lacks the label that the config names, or has several labels and the config names none.

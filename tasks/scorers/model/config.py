@@ -88,7 +88,5 @@ class ModelReward(RewardBase):
 
     @property
     def worker_processes(self) -> int:
-        """Number of worker processes in the Ray actor for rewards, which is 0, because a reward model has Ray actors of
-        its own.
-        """
+        """Number of worker processes in the reward actor: 0, because a reward model has Ray actors of its own."""
         return 0

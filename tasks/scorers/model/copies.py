@@ -1,6 +1,4 @@
-"""The interface between a reward model's scorer and the copies of the model, and a copy that runs in the scorer's own
-process.
-"""
+"""The interface between the scorer of a reward model and the copies of the model."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from rollflow.tasks.scorers.model.inputs import Conversation
 
 
 class Grade(NamedTuple):
-    """A reward model's logit or probability for a response, how many input tokens were cut off, and why grading failed
-    ("" if it did not).
+    """A reward model's logit or probability for a response, the number of cut input tokens, and why grading failed (""
+    if it did not).
     """
 
     raw: float
@@ -38,7 +36,7 @@ class ModelCopies(Protocol):
     """The copies of a reward model, numbered from 0."""
 
     async def start(self) -> None:
-        """Start the copies of the reward model, unless another process starts them."""
+        """Start the copies of the reward model, unless another process does."""
 
     async def wait_ready(self, number: int) -> None:
         """Wait until copy `number` has loaded the model; raise `ModelAway` if the copy is not available."""
@@ -48,7 +46,7 @@ class ModelCopies(Protocol):
 
 
 class LocalCopy(ModelCopies):
-    """A single copy of the reward model in this process, which serves requests to every copy number."""
+    """A single copy of the reward model in this process, which serves all copy numbers."""
 
     def __init__(self, load: Callable[[], Grader]) -> None:
         """Store the function `load`, which loads the model and runs in a thread."""

@@ -1,6 +1,4 @@
-"""Finds the files of a reward model without loading the model. The model's folder has safetensors files and a fast
-tokenizer.
-"""
+"""Finds the files of a reward model (safetensors and a fast tokenizer) without loading the model."""
 
 from __future__ import annotations
 

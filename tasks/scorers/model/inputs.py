@@ -1,9 +1,7 @@
 """Writes a prompt and a response as the input of a reward model.
 
-If the reward model has a chat template, the input is the conversation as that template renders it, with the response as
-the answer. If the reward model has no chat template, like most encoder models, the input is a pair of texts: the prompt
-and the response. The text of a special token in a response becomes ordinary tokens, so that a response cannot write
-special tokens.
+With a chat template, the input is the rendered conversation, with the response as the answer. Without a chat template,
+the input is a pair of texts: prompt and response. The text of a special token in a response becomes ordinary tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ UNLIMITED = 10**9  # a larger limit in a tokenizer's config means that there is 
 
 
 class GraderInput(NamedTuple):
-    """The input of a reward model: named lists of numbers of equal length, such as `input_ids`, and how many tokens
-    were cut off.
+    """The input of a reward model: named lists of numbers of equal length, such as `input_ids`, and the number of cut
+    tokens.
     """
 
     columns: dict[str, list[int]]
@@ -34,7 +32,7 @@ class GraderInput(NamedTuple):
 
 
 class InputWriter:
-    """Writes conversations as inputs of a reward model. See the module's docstring."""
+    """Writes conversations as inputs of a reward model."""
 
     def __init__(self, folder: Path, longest: int | None, cut: Literal["start", "end"], now: float = 0.0) -> None:
         """Open the tokenizer in `folder`.
@@ -92,7 +90,7 @@ class InputWriter:
         return self._with_segments({"input_ids": kept}, cut)
 
     def _encode(self, text: str, *, split: bool = False) -> list[int]:
-        """Return the tokens of a text. With `split`, the text of a special token becomes ordinary tokens."""
+        """Return the tokens of a text; with `split`, the text of a special token becomes ordinary tokens."""
         found = self._tokenizer(text, add_special_tokens=False, split_special_tokens=split, verbose=False)
         return list(found["input_ids"])
 

@@ -14,9 +14,7 @@ from rollflow.tasks.scorers.model.scorer import score_grade
 
 
 class ModelVerifier:
-    """Scores texts with a reward model that is loaded in this process. The prompt of a response is the column
-    `question` of the reference.
-    """
+    """Scores texts with a reward model in this process; the prompt is the column `question` of the reference."""
 
     def __init__(self, config: ModelReward) -> None:
         self._config = config

@@ -4,14 +4,10 @@
                  ^                      `---> copy 1
                  +--- responses of a call that failed
 
-- A response cannot cause a failure of the model, because longer inputs are cut. So a response never scores 0 because of
-  a failure: its call is repeated until a copy answers.
-- If the model's number for a response is not finite, such as NaN, the response is unjudged. After `judge_tries`
-  such calls, in which the same copy gave a finite number for another response, the response is the cause: it is
-  unparsable, and gets the lowest value that any response got so far, at most 0. A copy that gives no other response of
-  a call a number is asked about an earlier response again.
-- If no call runs and no score has come for `deadline_seconds`, the responses in the queue are unjudged.
-- A slow model delays no response into being unjudged, because its calls run.
+- After a failed call, the responses are sent again until a copy answers, because no response can cause a failure.
+- A response with a grade that is not finite, such as NaN, is unjudged. If the copy gave other responses finite grades
+  at the same time, `judge_tries` times, the response itself is the cause and is unparsable.
+- If no call runs and no score has come for `deadline_seconds`, the queued responses are unjudged.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from rollflow.tasks.scorers.model.copies import Grade, ModelCopies
 from rollflow.tasks.scorers.model.inputs import Conversation
 from rollflow.tasks.scorers.verifier import answer_of, apply_threshold, finish_score
 
-# largest number of batches of responses in a call of the model; several batches allow sorting inputs by length
+# largest number of batches of responses in a call of the model; several batches allow sorting by length
 AHEAD = 4
 AGAIN_SECONDS = 0.5  # seconds before the next try to call a copy of the model
 MOST_ODD = 10_000  # largest number of remembered responses for which the model gave no finite number
@@ -62,27 +58,27 @@ class GradingJob:
 
 
 class ModelScorer(Scorer):
-    """Scores responses with a reward model. See the module's docstring."""
+    """Scores responses with a reward model."""
 
     def __init__(self, config: ModelReward, decode: Decode, copies: ModelCopies) -> None:
-        """Create a scorer that uses the model's `copies`. The function `decode` converts tokens to text, with or
-        without special tokens.
+        """Create a scorer that uses the copies of the model. `decode` converts tokens to text, with or without special
+        tokens.
         """
         self._config, self._decode, self._copies = config, decode, copies
         self._waiting = deque[GradingJob]()
         self._news = asyncio.Event()
         self._calls = 0  # number of calls that run
         self._moved = -math.inf  # time of the last score
-        self._known: Conversation | None = None  # the newest response to which the model gave a finite number
+        self._known: Conversation | None = None  # the newest response with a finite grade
         self._lowest = 0.0  # the lowest value of a response so far, at most 0
-        # response -> number of calls in which only this response got no finite number
+        # response -> number of calls in which only this response had no finite grade
         self._odd: OrderedDict[str, int] = OrderedDict()
         self._why = "no copy of the model has started yet"
         self._tasks: list[asyncio.Task[None]] = []
         self.usage = ScorerUsage()
 
     async def start(self) -> None:
-        """Start the model's copies, if this process owns them, and the asyncio tasks that call the copies."""
+        """Start the copies of the model, if this process owns them, and the asyncio tasks that call them."""
         await self._copies.start()
         loops = [self._run_lane(number) for number in range(self._config.workers)]
         self._tasks = [asyncio.create_task(loop) for loop in (*loops, self._expire())]
@@ -125,7 +121,7 @@ class ModelScorer(Scorer):
                 await asyncio.sleep(AGAIN_SECONDS)
 
     async def _take(self) -> list[GradingJob]:
-        """Wait for responses in the queue, and remove one copy's share of them."""
+        """Wait for responses in the queue, and remove the share of one copy."""
         while not self._waiting:
             self._news.clear()
             await self._news.wait()
@@ -133,7 +129,7 @@ class ModelScorer(Scorer):
         return [self._waiting.popleft() for _ in range(min(share, AHEAD * self._config.max_batch))]
 
     async def _call(self, number: int, jobs: list[GradingJob]) -> None:
-        """Grade responses with a copy of the model; put the responses back into the queue if the call fails."""
+        """Grade responses with a copy of the model; queue them again if the call fails."""
         loop, is_graded = asyncio.get_running_loop(), False
         started, self._calls = loop.time(), self._calls + 1
         try:
@@ -151,8 +147,8 @@ class ModelScorer(Scorer):
             self._settle(job, replace(self._score(job, grade, works), seconds=self._moved - started))
 
     async def _works(self, number: int, jobs: Sequence[GradingJob], grades: Sequence[Grade]) -> bool:
-        """Return whether copy `number` of the model gives finite numbers. If no response of a call got a finite number,
-        ask the copy to grade an earlier response again.
+        """Return whether copy `number` of the model gives finite grades. If no response of a call has a finite grade,
+        the copy grades an earlier response again.
         """
         for job, grade in zip(jobs, grades, strict=True):
             if is_number(self._config, grade):
@@ -166,7 +162,7 @@ class ModelScorer(Scorer):
         return is_number(self._config, again)
 
     async def _expire(self) -> None:
-        """While no copy of the model answers, give queued responses the outcome "unjudged" after their deadline."""
+        """Give queued responses the outcome "unjudged" after their deadline, while no copy of the model answers."""
         while True:
             await asyncio.sleep(min(CHECK_SECONDS, self._config.deadline_seconds / 4))
             limit = asyncio.get_running_loop().time() - self._config.deadline_seconds
@@ -176,7 +172,7 @@ class ModelScorer(Scorer):
                 self._settle(self._waiting.popleft(), _build_unjudged(reason))
 
     def _score(self, job: GradingJob, grade: Grade, works: bool) -> Score:
-        """Compute the score of a response. `works` is True if the copy gives finite numbers to other responses."""
+        """Compute the score of a response; `works` is True if the copy gives other responses finite grades."""
         score = score_grade(self._config, grade)
         if works and is_odd(self._config, grade) and self._count_odd(job) >= self._config.judge_tries:
             reason = f"{score.reason}, {self._config.judge_tries} times or more, while it gave other responses a number"
@@ -184,7 +180,7 @@ class ModelScorer(Scorer):
         return finish_score(score, self._config, job.response, job.tokens)
 
     def _count_odd(self, job: GradingJob) -> int:
-        """Count a call in which the model gave this response no finite number, and return the response's count."""
+        """Count a call in which the response had no finite grade, and return the count."""
         key = hashlib.sha256(json.dumps(job.conversation).encode()).hexdigest()
         self._odd[key] = self._odd.get(key, 0) + 1
         if len(self._odd) > MOST_ODD:
@@ -198,12 +194,12 @@ class ModelScorer(Scorer):
 
 
 def compute_value(config: ModelReward, grade: Grade) -> float:
-    """Return the reward for a grade, which is not finite if the grade is not."""
+    """Return the reward for a grade, which may be NaN or infinite."""
     return config.scale * grade.raw + config.offset
 
 
 def is_odd(config: ModelReward, grade: Grade) -> bool:
-    """Return whether the model graded a response, but the reward is not finite or too large for storage."""
+    """Return whether a grade exists, but leads to a reward that cannot be stored."""
     return not grade.fault and not abs(compute_value(config, grade)) <= LARGEST  # also true for NaN
 
 

@@ -1,12 +1,10 @@
-"""Starts, watches and ends the helpers of a run's reward actor. The number of helpers follows the length of the queue
-of responses.
+"""Starts, watches and ends the helpers of a run's reward actor, as many as the queue of responses needs.
 
     follower.decide --> fewer helpers than wanted: start one --started--> spread.add --> gets responses
                     `-> more than wanted: the newest gets no more responses --all scored--> end
 
-- Nothing of a helper stays behind: `Helper.end` is called for each helper whose start was begun.
-- A helper that is lost is replaced. The pause before the next start doubles while helpers are lost soon after their
-  start, up to `LONGEST_PAUSE` seconds, so that a broken node does not keep the run busy with starts.
+- `Helper.end` is called for each helper whose start was begun, so nothing of a helper remains.
+- A lost helper is replaced, after a pause that doubles while helpers are lost soon after their start.
 - A helper that is about to end continues if the queue grows again.
 """
 
@@ -31,23 +29,21 @@ class Helper(Protocol):
     """A place that scores responses for the reward actor."""
 
     async def start(self) -> None:
-        """Start the helper. Raise `PlaceLost` if the helper cannot start."""
+        """Start the helper; raise `PlaceLost` if it cannot start."""
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score responses. The future of each response raises `PlaceLost` if the helper is lost."""
+        """Begin to score responses; each future raises `PlaceLost` if the helper is lost."""
 
     async def exchange(self) -> None:
-        """Exchange with the helper what is known about test cases, and read its counters. Raise `PlaceLost` if the
-        helper is lost.
-        """
+        """Exchange program times with the helper, and read its counters; raise `PlaceLost` if the helper is lost."""
 
     async def end(self) -> None:
-        """End the helper with all its processes. `end` raises no error, and may be called at any time."""
+        """End the helper with all its processes, without raising an error; may be called at any time."""
 
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A helper of the fleet. `place` is None until the helper has started."""
+    """A helper of the fleet; `place` is None until the helper has started."""
 
     helper: Helper
     task: asyncio.Task[None] | None = None
@@ -56,7 +52,7 @@ class _Member:
 
 
 class HelperFleet:
-    """Keeps as many helpers running as the queue of responses needs. See the module's docstring."""
+    """Keeps as many helpers running as the queue of responses needs."""
 
     def __init__(
         self,
@@ -65,10 +61,10 @@ class HelperFleet:
         build: Callable[[], Helper],
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Create the fleet without helpers. `build` creates a helper without starting it."""
+        """Create the fleet without helpers; `build` creates a helper without starting it."""
         self._spread, self._follower, self._build, self._warn = spread, follower, build, warn
         self._members = list[_Member]()  # sorted by the time of their starts
-        self._tasks = set[asyncio.Task[None]]()  # a task may end after its helper has left the members
+        self._tasks = set[asyncio.Task[None]]()  # a task may end after its helper was removed from the members
         self._pause, self._not_before = FIRST_PAUSE, 0.0
 
     @property

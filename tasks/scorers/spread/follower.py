@@ -3,7 +3,7 @@
     seen in the last `grow_seconds`: the responses always wanted more actors   -> as many as they always wanted
     seen in the last `idle_seconds`: the responses always wanted fewer actors  -> as many as they wanted at most
 
-A short burst therefore starts no actor, and a short pause ends none.
+A short burst starts no actor, and a short pause ends none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 
 class QueueFollower:
-    """Decides the number of places that score responses. See the module's docstring."""
+    """Decides the number of places that score responses."""
 
     def __init__(self, least: int, most: int, grow_seconds: float, idle_seconds: float) -> None:
         self._least, self._most = least, most
@@ -39,9 +39,7 @@ class QueueFollower:
         return self.count
 
     def _list_since(self, begin: float) -> list[int]:
-        """Return the numbers that the queue wanted since `begin`; return [] if no number was recorded before
-        `begin`.
-        """
+        """Return the numbers that the queue wanted since `begin`; return [] if nothing was recorded before `begin`."""
         if self._seen[0][0] > begin:
             return []
         first = max(time for time, _ in self._seen if time <= begin)

@@ -1,15 +1,13 @@
-"""A scorer that sends each response to the place with the fewest responses: the run's own scorer, or a helper.
+"""A scorer that sends each response to the place with the smallest load: the run's own scorer, or a helper.
 
     submit() --> queue of each scorer --the place with the smallest load--> home: the scorer of the reward actor
                        ^                                              `---> a helper, perhaps on another node
                        `------- the responses of a lost helper <-----------'
 
 - Every response gets exactly one score, although helpers may be lost at any time.
-- A place gets only the responses that it can probably score within `AHEAD_SECONDS`. The others wait in the queue, so
-  that a new helper gets work at once, and a lost helper delays few responses.
-- A response is sent again only if its helper was lost. A response that two helpers have lost is scored at home.
-- Only scorers with worker processes are spread. A judge or a reward model has a concurrency of its own, so its
-  responses are scored at home.
+- A place gets only as many responses as it can probably score within `AHEAD_SECONDS`; the others wait in the queue.
+- Only responses of a lost helper are sent again; after two lost helpers, the run's own scorer scores the response.
+- Responses for a judge or a reward model are never sent to helpers.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from rollflow.tasks.scorers.routed import RoutedScorer
 
 AHEAD_SECONDS = 1.0  # largest estimated time, in seconds, until a place begins to score a response that it gets
 LEAST_AHEAD, MOST_AHEAD = 2, 256  # smallest and largest number of responses that a place gets for each of its slots
-MOST_LOSSES = 2  # number of helpers that may be lost with a response; then only the own scorer scores it
+MOST_LOSSES = 2  # number of lost helpers after which only the run's own scorer scores a response
 
 Submit = Callable[[Sequence[ScoreRequest]], list["asyncio.Future[Score]"]]
 
@@ -42,7 +40,7 @@ class PlaceLost(RollflowError):
 class ScoringPlace:
     """A place that scores responses. `loads` has the number of its responses without a score, by scorer.
 
-    A place that is not `open` gets no more responses. `lost` is set when the place can return no more scores.
+    A place gets no more responses if it is not `open`. `lost` is set when the place can return no more scores.
     """
 
     def __init__(self, submit: Submit) -> None:
@@ -58,9 +56,7 @@ class ScoringPlace:
         return not self.loads.total()
 
     def count_room(self, scorer: str, slots: int) -> int:
-        """Return how many more responses the place may get. `slots` is the number of responses that the place scores at
-        the same time.
-        """
+        """Return how many more responses the place may get, if it scores `slots` responses at the same time."""
         ahead = AHEAD_SECONDS / max(self._pace.get(scorer, AHEAD_SECONDS), AHEAD_SECONDS / MOST_AHEAD)
         return int(slots * max(ahead, LEAST_AHEAD)) - self.loads[scorer]
 
@@ -80,7 +76,7 @@ def choose_place(places: Iterable[ScoringPlace], scorer: str, slots: int) -> Sco
 
 @dataclass(eq=False, slots=True)
 class SpreadJob:
-    """A response that waits for its score. `losses` counts the helpers that were lost with the response."""
+    """A response that waits for its score; `losses` counts the helpers that were lost with it."""
 
     request: ScoreRequest
     arrival: int
@@ -89,18 +85,18 @@ class SpreadJob:
 
 
 class SpreadScorer(Scorer):
-    """Spreads responses over the run's own scorer and helpers. See the module's docstring."""
+    """Spreads responses over the run's own scorer and helpers."""
 
     def __init__(self, own: Scorer, slots: Mapping[str, int]) -> None:
-        """Create the scorer without helpers. `slots` has each scorer that is spread, with the number of responses that
-        it scores at the same time in one place.
+        """Create the scorer without helpers. `slots` maps each scorer that helpers support to the number of responses
+        that one place scores at the same time.
         """
         self._own, self._slots = own, dict(slots)
         self.home = ScoringPlace(own.submit)
         self._helpers = list[ScoringPlace]()
         self._queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}  # sorted by arrival
-        # responses that only the run's own scorer (`home`) may score; their queue is separate, so that helpers never
-        # wait for `home`
+        # Only the run's own scorer (`home`) may score these responses; a separate queue keeps helpers from waiting for
+        # it.
         self._home_queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}
         self._unscored = Counter[str]()  # responses of each scorer that have no score yet
         self._arrivals = itertools.count()
@@ -108,7 +104,7 @@ class SpreadScorer(Scorer):
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
-        """The counters of the own scorer, plus the scores of helpers. The busy time counts only the own scorer."""
+        """The counters of the own scorer, plus the scores of helpers, without the helpers' busy time."""
         own, helped = self._own.usage, self._helped
         return ScorerUsage(own.scored + helped.scored, own.timeouts + helped.timeouts, own.busy_seconds)
 
@@ -124,7 +120,7 @@ class SpreadScorer(Scorer):
         self.dispatch()
 
     def remove(self, place: ScoringPlace) -> None:
-        """Remove a helper. Each response that the helper does not score any more has to fail with `PlaceLost`."""
+        """Remove a helper; its responses without a score fail with `PlaceLost`."""
         place.open = False
         if place in self._helpers:
             self._helpers.remove(place)
@@ -164,7 +160,7 @@ class SpreadScorer(Scorer):
                     future.add_done_callback(partial(self._settle, place, job))
 
     def _settle(self, place: ScoringPlace, job: SpreadJob, done: asyncio.Future[Score]) -> None:
-        """Pass on the score of a response, or queue the response again if its helper was lost."""
+        """Return the score of a response to its caller, or queue the response again if its helper was lost."""
         name = job.request.scorer
         place.loads[name] -= 1
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
@@ -209,8 +205,8 @@ class SpreadScorer(Scorer):
 
 
 def list_slots(scorer: Scorer, names: Iterable[str]) -> dict[str, int]:
-    """Return the scorers with worker processes, by name, each with the number of responses that it scores at the same
-    time. `scorer` was built from the run's scorers, which `names` lists.
+    """Map each scorer with worker processes to the number of responses that it scores at the same time. `scorer` was
+    built from the run's scorers, which `names` lists.
     """
     scorers = scorer.scorers if isinstance(scorer, RoutedScorer) else dict.fromkeys(names, scorer)
     return {name: one.slots for name, one in scorers.items() if one.slots}

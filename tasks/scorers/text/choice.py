@@ -1,14 +1,11 @@
 r"""The verifier `choice`, which scores responses to multiple-choice questions.
 
-The verifier looks for a choice in four places of a response, and uses the first place that has a choice. A response
-that names several letters in the first place with a choice is unparsable.
+The verifier searches a response in this order: a marked answer such as `\boxed{B}`, a phrase such as "Answer: B", the
+whole response or its last line, a letter in parentheses. A response is unparsable if the first place with a choice
+names several letters.
 
-The first place is a marked answer, such as `\boxed{B}`, an <answer> tag, or "#### B". The second place is a phrase such
-as "Answer: B" or "the answer is (B)". The third place is the whole response or its last line, such as "B", "(B)" or the
-text of an option. The fourth place is a letter in parentheses, such as "(B)".
-
-The column `answer` of a data row is the letter or the text of the right option. The optional column `options` of a data
-row is a list of the texts of A, B, C and so on, or an object that maps letters to texts.
+The column `answer` of a data row is the letter or the text of the right option. The optional column `options` has the
+texts of A, B, C and so on, as a list, or as an object by letter.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def choose(response: str, reference: Mapping[str, Any]) -> Score:
 
 
 def read_options(reference: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of a data row's options, by letter. Without the column "options", each letter has an empty text.
+    """Return the texts of a data row's options, by letter. Without the column "options", each text is empty.
 
     Raises:
         ValueError: the column "options" is neither a list of texts nor an object.
@@ -82,7 +79,7 @@ def find_gold(reference: Mapping[str, Any]) -> str:
 
 
 def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
-    """Return the letters of the options that a response chooses, which are several if the response does not decide."""
+    """Return the letters of the options that a response chooses, several if the response does not decide."""
     if (marked := find_marked(response)) is not None:
         return _read_choice(marked, options) or _in_parentheses(marked, options)
     phrases = set[str]()
@@ -100,8 +97,8 @@ def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _read_choice(text: str, options: Mapping[str, str]) -> set[str]:
-    """Return the letters that a text chooses if the whole text is a choice, such as a letter, several letters, or the
-    text of an option.
+    """Return the letters that a text chooses as a whole, such as a letter, several letters, or the text of an
+    option.
     """
     text = _clean(text)
     said = _plain(text)

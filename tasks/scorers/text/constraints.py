@@ -1,10 +1,9 @@
 """Checks of the constraints in the IFEval benchmark (Zhou et al. 2023, arXiv 2311.07911), by their names in the
 published data set.
 
-Each check gets a non-empty response and the keyword arguments of the data row, and returns whether the response follows
-the constraint. The constraint `language:response_language` needs the package langdetect; no other check depends on
-whether a package is installed. The checks of `change_case:english_capital` and `english_lowercase` read only the case
-of letters, because langdetect skips words in capitals.
+Each check gets a non-empty response and the arguments of the data row, and returns whether the response follows the
+constraint. Checks of capital or small letters read only letters, because langdetect, which IFEval uses there, skips
+words in capitals.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def count_words(text: str) -> int:
-    """Count the words of a text. A word with an apostrophe or a hyphen counts as one word."""
+    """Count the words of a text; a word with an apostrophe or a hyphen counts once."""
     return len(WORD.findall(text))
 
 
@@ -164,8 +163,8 @@ def _has_capital_words(text: str, capital_frequency: int, capital_relation: str)
 
 
 def _is_in_language(text: str, language: str) -> bool:
-    """Return whether a text is in the language with this code. As in the published checker, a text without letters,
-    which has no language, follows the constraint.
+    """Return whether a text is in the language with this code. A text without letters has no language and follows the
+    constraint, as in the published checker.
 
     Raises:
         Unjudged: the package langdetect is not installed.
@@ -209,7 +208,7 @@ CHECKS: Mapping[str, tuple[Check, tuple[str, ...]]] = {
 
 
 def check_constraint(name: str, text: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a response follows a constraint. An empty response follows no constraint.
+    """Return whether a response follows a constraint; an empty response follows none.
 
     Raises:
         ValueError: no check has this name, or an argument of the constraint is missing or wrong.

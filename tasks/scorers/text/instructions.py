@@ -1,8 +1,8 @@
 """The verifier `instructions`, which checks whether a response follows constraints, as in the IFEval benchmark.
 
-A data row has the columns of IFEval's published data set: `instruction_id_list`, a list of constraint names, and
-`kwargs`, a list with an object of arguments for each constraint. The value of a score is the share of constraints that
-the response follows. With `reward.strict`, the value is 1 if the response follows all constraints, otherwise 0.
+A data row has IFEval's columns: `instruction_id_list` with names of constraints, and `kwargs` with an object of
+arguments for each. The score is the share of constraints that the response follows, or with `reward.strict` 1 if it
+follows all and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Constraints = list[tuple[str, Mapping[str, Any]]]
 
 
 def follow_instructions(response: str, reference: Mapping[str, Any], *, strict: bool = False) -> Score:
-    """Score a response by the constraints of its data row. Each constraint is a named part of the score."""
+    """Score a response by the constraints of its data row; each constraint is a part of the score."""
     parts = dict[str, float]()
     for name, arguments in read_constraints(reference):
         same = sum(part.partition("#")[0] == name for part in parts)

@@ -1,8 +1,7 @@
 """Detects the language of a text with the package langdetect, which IFEval's published checker uses.
 
-A text always has the same language: langdetect draws parts of the text at random, and its random generator starts with
-`SEED` for each text. langdetect adds up probabilities in the order of its languages, and rounding errors depend on this
-order. So this module always loads the languages in sorted order, instead of the order of the file system.
+Equal texts always have the same result: langdetect's random generator starts with `SEED` for each text, and its
+languages are loaded in sorted order, on which rounding errors depend.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ MISSING = "the package langdetect is missing; pip install 'rollflow[languages]'"
 
 
 def detect_language(text: str) -> str | None:
-    """Return the code of a text's language, such as "de" or "zh-cn", "unknown" if no language is likely, or None if the
-    text has nothing that tells a language, such as letters.
+    """Return the code of a text's language, such as "de" or "zh-cn", "unknown" if no language is likely, or None for a
+    text without letters.
 
     Raises:
         Unjudged: the package langdetect is not installed.
@@ -45,7 +44,7 @@ def load_detector() -> None:
     try:
         _load_factory()
     except Unjudged:
-        return  # the check of a data row that needs the package reports that it is missing
+        return  # the check of data rows reports a missing package
 
 
 @functools.cache

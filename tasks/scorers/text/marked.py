@@ -15,7 +15,7 @@ JOINT = re.compile(rf"{SPACE}\.?{SPACE}(?:[,;]{SPACE}{WORD}?|{WORD},?){SPACE}|{S
 def find_marked(response: str) -> str | None:
     """Return the marked answer of a response, or None if the response marks no answer.
 
-    Several adjacent LaTeX boxes are one answer, which joins their contents with commas.
+    Several adjacent LaTeX boxes are one answer, with commas between their contents.
     """
     if (boxed := find_boxed(response)) is not None:
         return boxed
@@ -52,8 +52,8 @@ def strip_boxes(text: str) -> str:
 
 
 def _last_boxes(text: str, boxes: list[tuple[int, int, str]]) -> list[str]:
-    """Return the content of the last LaTeX box, and of earlier boxes that only a separator such as "and" divides from
-    the last one.
+    """Return the content of the last LaTeX box, and of earlier boxes that are joined to it by a separator such as
+    "and".
     """
     first = len(boxes) - 1
     while first and JOINT.fullmatch(text, boxes[first - 1][1], boxes[first][0]):

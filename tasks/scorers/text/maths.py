@@ -4,12 +4,11 @@ r"""The verifier `maths`, which compares the final answer of a response with the
     reference["answer"], LaTeX or plain ------------------------------------------------> LaTeX --> sympy
 
 Answers with equal values are equal, for example `1/2`, `\frac{1}{2}`, `0.5` and `50\%`, or `x(x+1)` and `x^2+x`. Units
-of answers are not compared.
+are not compared.
 
-An answer that math-verify cannot compare in `reward.deadline_seconds`, such as `10^{10^{10}}`, ends as a timeout,
-because the worker process is killed. The timers of math-verify are off, because they need the main thread.
+An answer that cannot be compared within `reward.deadline_seconds`, such as `10^{10^{10}}`, ends as a timeout.
 
-A response has the outcome "unparsable" if it has no answer or if its answer is too long to compare.
+A response without an answer, or with a too long answer, is unparsable.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppresses math-veri
 def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, decimals: int = 6) -> Score:
     """Compare the final answer of a response with `reference["answer"]`.
 
-    With `marked`, only an answer that the response marks, for example with a LaTeX box, counts. Decimal numbers are
-    rounded to `decimals` digits after the decimal point. A number that would be rounded to 0 is compared to `decimals`
-    significant digits.
+    With `marked`, only a marked answer counts, for example in a LaTeX box. Decimal numbers are rounded to `decimals`
+    digits after the decimal point. A number that would be rounded to 0 is compared to `decimals` significant digits.
     """
     gold = str(reference["answer"])
     answer = find_marked(response)
@@ -81,9 +79,9 @@ def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, 
 
 
 def equals(gold: str, answer: str, decimals: int = 6) -> bool:
-    """Return whether an answer equals the reference answer; the answer has no mark around it, such as a LaTeX box.
+    """Return whether an answer, without a mark such as a LaTeX box, equals the reference answer.
 
-    If the reference answer is a whole solution with a LaTeX box, only the content of the box counts.
+    If the reference is a whole solution with a LaTeX box, only the content of the box counts.
     """
     gold, answer = clean_answer(find_boxed(gold) or gold), clean_answer(answer)
     if (words := read_words(gold)) is not None:
@@ -100,7 +98,7 @@ def equals(gold: str, answer: str, decimals: int = 6) -> bool:
 
 
 def find_fault(answer: str) -> str | None:
-    """Return why an answer is too long or too complex to compare, or None. No sensible answer exceeds the limits."""
+    """Return why an answer is too long or too complex to compare, or None."""
     if len(answer) > LONGEST:
         return f"has {len(answer):,} characters, and {LONGEST:,} is the limit"
     if (digits := max(map(len, DIGITS.findall(answer)), default=0)) > MOST_DIGITS:
@@ -153,8 +151,8 @@ def _verify(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bo
 
 
 def _has_tiny_numbers(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bool:
-    """Return whether `answer` contains each number of the reference answer `gold` that rounds to 0, to `decimals`
-    significant digits. math-verify rounds to digits after the decimal point and so treats all tiny numbers as equal.
+    """Return whether `answer` contains each number of `gold` that rounds to 0, to `decimals` significant digits,
+    because math-verify treats all tiny numbers as equal.
     """
     limit = 10.0**-decimals
     tiny = [number for part in gold for number in _list_numbers(part) if 0 < abs(number) < limit]

@@ -49,7 +49,7 @@ WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operato
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .,-]*")
 # A number with words after it, such as "42 apples" or "10 m/s".
 MEASURED = re.compile(r"([^A-Za-z\\]*\d[^A-Za-z\\]*?)\s*([A-Za-z][A-Za-z. ]*(?:/\s*[A-Za-z]+)?(?:\^?\{?[23]\}?)?)")
-NO_UNIT = re.compile(  # words after a number that are no unit, because they change the value of the number
+NO_UNIT = re.compile(  # words after a number that are no unit, because they change its value
     r"\b(?:and|or|to|by|over|plus|minus|times|divided|squared|cubed|half|halves|thirds?|quarters?|hundred|thousand|"
     r"[mb]illion|trillion|dozen|score|percent|pi|sqrt|mod|choose|base|root|factorial|more|less|than|not|if|where|"
     r"sin|cos|tan|log|ln|exp|infinity|inf)\b",
@@ -60,7 +60,7 @@ BASE = re.compile(r"_\s*\{?\s*(\d+)\s*\}?$")
 
 
 def normalise_prose(text: str) -> str:
-    """Rewrite the digits, dashes, spaces and mixed numbers of a text in ASCII. Formulas stay as they are."""
+    """Rewrite the digits, dashes, spaces and mixed numbers of a text in ASCII, but not in formulas."""
     return MIXED.sub(r"(\1+\2/\3)", _write_digits(text).translate(str.maketrans(PLAIN)))
 
 
@@ -71,7 +71,7 @@ def normalise(text: str) -> str:
     text = VULGAR.sub(_write_fraction, text).translate(TABLE)
     text = ROOT.sub(lambda found: rf"\sqrt{{{found[1].strip('(){}')}}}", text)
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    for _ in range(8):  # repeated because powers such as "2**3**4" are rewritten from right to left
+    for _ in range(8):  # repeated, because powers such as "2**3**4" are rewritten from right to left
         text, count = POWER.subn(lambda found: f"^{{{found[1].strip('()')}}}", text)
         if not count:
             break

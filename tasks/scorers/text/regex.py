@@ -1,8 +1,8 @@
 """The verifier `regex`, which checks whether the answer matches a regular expression from the config or from the data
 row.
 
-A response on which the regular expression backtracks endlessly gets the outcome "timeout", because the worker process
-is killed at the deadline.
+A response on which the expression backtracks endlessly gets the outcome "timeout", because its worker process is
+killed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LONGEST_SHOWN = 60  # largest number of characters of a group's text in a score'
 
 
 def match_pattern(response: str, reference: Mapping[str, Any], *, config: RegexReward) -> Score:
-    """Score a response by whether it matches the pattern of the config or of the data row's column "pattern". If the
-    config names a group, compare the group's text with the reference answer.
+    """Score a response by whether it matches the pattern of the config or of the column "pattern". If the config names
+    a group, the text of the group is compared with the reference answer.
     """
     compiled = compile_pattern(config, reference)
     if config.match == "full":
