@@ -111,7 +111,7 @@ class RewardBase(Section):
         10.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for scoring one response; a response that takes longer gets reward 0 with a reason",
+        description="seconds allowed for scoring one response; a slower response gets reward 0 with a reason",
     )
     judge_tries: int = Field(
         3,
