@@ -85,10 +85,8 @@ class ImportEnvironment(Imported, LimitedEnvironment, EnvironmentBase):
     )
     tools: dict[str, ImportTool] = Field(
         default_factory=dict,
-        description=(
-            "tools of the environment by name; a tool is an asynchronous function that is annotated to return a "
-            "ToolResult"
-        ),
+        description="tools of the environment by name; a tool is an asynchronous function that is annotated to return "
+        "a ToolResult",
     )
 
     @property

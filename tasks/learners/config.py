@@ -164,10 +164,8 @@ class TrainBase(Section):
     )
     not_finite: Literal["stop", "skip"] = Field(
         "stop",
-        description=(
-            "what happens if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: the batch "
-            "is rejected, and training continues on a new batch of other responses to the same prompts"
-        ),
+        description="what happens if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: the "
+        "batch is rejected, and training continues on a new batch of other responses to the same prompts",
     )
 
     threads: int = Field(1, gt=0, description="number of CPU threads of each learner process")
@@ -185,10 +183,8 @@ class TrainBase(Section):
     rank_seconds: float = Field(
         600.0,
         gt=0,
-        description=(
-            "number of seconds that a learner process (rank) waits for another rank; after this time the missing rank "
-            "is reported, and all ranks end"
-        ),
+        description="number of seconds that a learner process (rank) waits for another rank; after this time the "
+        "missing rank is reported, and all ranks end",
     )
 
     @model_validator(mode="before")

@@ -36,11 +36,9 @@ class Advantage(Section):
     )
     credit: Literal["episode", "turn", "state"] = Field(
         "episode",
-        description=(
-            "rewards for which a turn of an episode gets credit. episode: all rewards of the episode; turn: its own "
-            "and all later rewards; state: all rewards of the episode, and also a comparison with other turns in the "
-            "same state (GiGPO)"
-        ),
+        description="rewards for which a turn of an episode gets credit. episode: all rewards of the episode; turn: "
+        "its own and all later rewards; state: all rewards of the episode, and also a comparison with other turns in "
+        "the same state (GiGPO)",
     )
     state_weight: float = Field(
         1.0,

@@ -24,11 +24,9 @@ class Correction(Section):
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
-        description=(
-            "what happens to a token whose probability ratio is outside low to high. none: nothing; clamp: the ratio "
-            "is clamped; mask: the loss of the token is 0; second-moment: the tokens with the largest squared "
-            "log-ratios are dropped"
-        ),
+        description="what happens to a token whose probability ratio is outside low to high. none: nothing; clamp: "
+        "the ratio is clamped; mask: the loss of the token is 0; second-moment: the tokens with the largest squared "
+        "log-ratios are dropped",
     )
     level: Level = Field(
         "token",

@@ -37,10 +37,8 @@ class PlacementConfig(Section):
 
     strategy: Literal["spread", "pack"] = Field(
         "spread",
-        description=(
-            "how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on all nodes "
-            "in turn; pack: by Ray's default rule, which fills one node to half before the next node"
-        ),
+        description="how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on all "
+        "nodes in turn; pack: by Ray's default rule, which fills one node to half before the next node",
     )
     reserve_cpus: bool = Field(
         False,
@@ -63,10 +61,8 @@ class RewardActorsConfig(Section):
         None,
         gt=0,
         le=1024,
-        description=(
-            "largest number of reward actors, which run on different nodes if possible. Each reward actor has all "
-            "worker processes of [reward] and [rewards]. Default: the value of min"
-        ),
+        description="largest number of reward actors, which run on different nodes if possible. Each reward actor has "
+        "all worker processes of [reward] and [rewards]. Default: the value of min",
     )
     grow_seconds: float = Field(
         10.0,
@@ -129,10 +125,8 @@ class ClusterConfig(Section):
     )
     runtime_env: dict[str, Any] = Field(
         default_factory=dict,
-        description=(
-            "runtime_env of Ray for the run's Ray actors; its key env_vars is rejected, because the key cluster.env "
-            "sets environment variables"
-        ),
+        description="runtime_env of Ray for the run's Ray actors; its key env_vars is rejected, because the key "
+        "cluster.env sets environment variables",
     )
 
     @model_validator(mode="after")

@@ -68,10 +68,8 @@ class StoreConfig(Section):
     keep_prompts_bytes: int = Field(
         2**28,
         ge=0,
-        description=(
-            "largest size, in bytes, of a prompt file that is copied into the run's storage; of a larger prompt file "
-            "only the hash is stored"
-        ),
+        description="largest size, in bytes, of a prompt file that is copied into the run's storage; of a larger "
+        "prompt file only the hash is stored",
     )
     patience_seconds: float = Field(
         3600.0,
@@ -103,10 +101,8 @@ class RecoveryConfig(Section):
     backoff_seconds: float = Field(
         1.0,
         ge=0,
-        description=(
-            "delay before the second restart of a role within window_seconds, in seconds; the delay doubles with each "
-            "further restart"
-        ),
+        description="delay before the second restart of a role within window_seconds, in seconds; the delay doubles "
+        "with each further restart",
     )
     answer_seconds: float = Field(
         30.0, gt=0, le=LONGEST_SECONDS, description="seconds without an answer after which a Ray actor is restarted"
@@ -385,8 +381,7 @@ class RunConfig(Section):
 
     @property
     def accuracy_shares(self) -> dict[str, float]:
-        """The weight of each prompt domain in the accuracy of an evaluation; empty if all responses have equal
-        weights."""
+        """The weight of each prompt domain in an evaluation's accuracy; empty if all responses weigh the same."""
         return self.shares if self.evaluation.mean == "share" and len(self.shares) > 1 else {}
 
     @property

@@ -97,10 +97,8 @@ class RewardBase(Section):
     correct_from: float | None = Field(
         None,
         gt=0,
-        description=(
-            "smallest reward with which a response counts as correct in the reported accuracy; default: the verifier "
-            "decides, or only a reward of 1 or more counts as correct"
-        ),
+        description="smallest reward with which a response counts as correct in the reported accuracy; default: the "
+        "verifier decides, or only a reward of 1 or more counts as correct",
     )
     format: Format | None = None
     length_penalty: LengthPenalty | None = None
@@ -117,19 +115,15 @@ class RewardBase(Section):
         3,
         ge=0,
         le=100,
-        description=(
-            "number of tries to score a response while scoring is impossible, for example because a judge server is "
-            "away; after the last try, the key unjudged decides what happens. With 0, the response gets reward 0 at "
-            "once"
-        ),
+        description="number of tries to score a response while scoring is impossible, for example because a judge "
+        "server is away; after the last try, the key unjudged decides what happens. With 0, the response gets reward "
+        "0 at once",
     )
     max_unjudged: int = Field(
         20,
         gt=0,
-        description=(
-            "the run fails after this number of consecutive prompts with a response that could not be judged; prompts "
-            "that run at the same time count once"
-        ),
+        description="the run fails after this number of consecutive prompts with a response that could not be judged; "
+        "prompts that run at the same time count once",
     )
     unjudged: Literal["issue_again", "leave_out"] = Field(
         "issue_again",

@@ -143,10 +143,8 @@ class InstructionsReward(RewardBase):
     )
     strict: bool = Field(
         False,
-        description=(
-            "whether a response that breaks a constraint scores 0; false: the score is the share of constraints that "
-            "the response follows"
-        ),
+        description="whether a response that breaks a constraint scores 0; false: the score is the share of "
+        "constraints that the response follows",
     )
 
 

@@ -31,10 +31,8 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
     )
     interpreter: str = Field(
         "",
-        description=(
-            "path of the Python interpreter, 3.9 or newer, that runs the environment, e.g. of a virtual environment; "
-            "default: the interpreter of rollflow"
-        ),
+        description="path of the Python interpreter, 3.9 or newer, that runs the environment, e.g. of a virtual "
+        "environment; default: the interpreter of rollflow",
     )
     folder: str = Field(
         "", description="absolute path of the folder in which Python looks first for the environment's module"

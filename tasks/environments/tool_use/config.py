@@ -23,10 +23,8 @@ class PythonTool(Section):
         10.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description=(
-            "seconds allowed for one call of the tool python; code that runs longer is interrupted, and the policy "
-            "reads the reason"
-        ),
+        description="seconds allowed for one call of the tool python; code that runs longer is interrupted, and the "
+        "policy reads the reason",
     )
 
     @model_validator(mode="after")
@@ -74,10 +72,8 @@ class McpServer(Section):
         30.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description=(
-            "seconds allowed for one call of an MCP server's tool; after a longer call, the server is killed and the "
-            "episode ends"
-        ),
+        description="seconds allowed for one call of an MCP server's tool; after a longer call, the server is killed "
+        "and the episode ends",
     )
 
 

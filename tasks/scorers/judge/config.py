@@ -43,10 +43,8 @@ class JudgeReward(RewardBase):
 
     kind: Literal["judge"] = Field("judge", description="a language model behind an OpenAI-compatible endpoint")
     url: str = Field(
-        description=(
-            "base address of the endpoint, e.g. http://127.0.0.1:8000/v1; a URL with a user, a password or a query is "
-            "rejected"
-        ),
+        description="base address of the endpoint, e.g. http://127.0.0.1:8000/v1; a URL with a user, a password or a "
+        "query is rejected",
     )
     model: str = Field(min_length=1, description="name of the model, as the endpoint knows it")
     token_env: str = Field(
