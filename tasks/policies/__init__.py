@@ -1,2 +1,1 @@
-"""Contains the code for the policy, the language model that a run trains: folder, tokenizer, model head and cold
-start."""
+"""Contains the code for the policy, the language model that a run trains: folder, tokenizer, head and cold start."""

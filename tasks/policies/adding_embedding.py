@@ -1,10 +1,7 @@
-"""Adds the gradient of a model's input embedding in place, and only to the rows of tokens that occur in a batch.
+"""Adds the gradient of a model's input embedding in place, and only to the rows of tokens in the batch.
 
-For each micro-batch, autograd allocates a gradient for the whole vocabulary, although only the rows of the
-micro-batch's tokens are not zero. Autograd then adds the new gradient to the parameter's `grad`, which takes the memory
-of two gradients. The gradients that this module computes equal autograd's bit for bit, unless the embedding shares its
-weight with the last layer. If the embedding and the last layer share a weight, gradients are summed in a different
-order than by autograd.
+For each micro-batch, autograd would allocate a gradient for the whole vocabulary, and hold two gradients in memory. The
+gradients equal autograd's bit for bit, unless the embedding shares its weight with the last layer.
 
 Shapes: T is the number of tokens, U the number of distinct tokens, H the number of hidden features, and V the size of
 the vocabulary.
@@ -24,12 +21,11 @@ LEAST_BYTES = 2**22  # smallest embedding, in bytes, for which this module is us
 
 
 class AddingEmbedding:
-    """Wraps the input embedding of `model`. If the embedding is not a plain `nn.Embedding`, autograd computes its
-    gradient as usual."""
+    """Wraps the input embedding of `model`; only a plain `nn.Embedding` is changed."""
 
     def __init__(self, model: Any) -> None:
         found: Any = None
-        with suppress(NotImplementedError):  # raised by transformers for models whose input embedding it does not know
+        with suppress(NotImplementedError):  # raised by transformers for models with an unknown input embedding
             found = model.get_input_embeddings()
         plain = type(found) is nn.Embedding and type(found.weight) is nn.Parameter
         asked = plain and not (found.sparse or found.scale_grad_by_freq or found.max_norm is not None)
@@ -45,7 +41,7 @@ class AddingEmbedding:
         if not embedding.weight.requires_grad or embedding.weight.nbytes < LEAST_BYTES:
             yield
             return
-        # Autograd calls a function's backward pass only if an input needs a gradient, as the input `started` does.
+        # Autograd calls the backward pass of a function only if an input needs a gradient, such as `started`.
         started = torch.zeros((), requires_grad=True, device=embedding.weight.device)
         embedding.forward = lambda input: _AccumulateRows.apply(started, input, embedding)  # type: ignore[method-assign, no-untyped-call]
         try:
@@ -57,7 +53,7 @@ class AddingEmbedding:
 class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        # autograd does not track the weight, so the weight's hooks do not run
+        # Autograd does not track the weight, so hooks of the weight do not run.
         ctx.weight_VH = embedding.weight
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)

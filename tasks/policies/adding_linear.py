@@ -1,9 +1,7 @@
-"""Computes the gradient of a model's last layer in pieces of some rows, and adds each piece in place.
+"""Computes the gradient of a model's last layer in pieces, and adds each piece in place.
 
-For each call, autograd allocates a whole gradient and adds it to the parameter's `grad`, which takes the memory of two
-gradients. With a vocabulary of 151,936 tokens, one gradient of the last layer is larger than the logits of many tokens.
-This module computes a gradient in pieces of `PIECE_BYTES` bytes. The gradients that this module computes equal
-autograd's bit for bit, because each element sums the same terms in the same order as in autograd.
+Autograd would hold two whole gradients in memory, each of which can be larger than the logits of many tokens. The
+gradients equal autograd's bit for bit, because each element sums the same terms in the same order.
 
 Shapes: M is the number of token positions, H the number of hidden features, and V the size of the vocabulary.
 """
@@ -25,8 +23,8 @@ ON_GPU = 16  # factor of `PIECE_BYTES` on a GPU, where each piece costs three ke
 class AddingLinear(nn.Module):
     """Wraps `linear`, a linear layer without bias.
 
-    Within a `with add_in_place()` block, a backward pass adds the gradient directly to the `grad` of the layer's
-    weight. Within such a block, the layer's input must have `requires_grad`.
+    Inside of `with add_in_place()`, a backward pass adds the gradient directly to the `grad` of the layer's weight. The
+    input of the layer must have `requires_grad`.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -40,7 +38,7 @@ class AddingLinear(nn.Module):
 
     @property
     def gains(self) -> bool:
-        """True if the weight's gradient is so large that adding the gradient in place saves memory."""
+        """True if the gradient is so large that adding it in place saves memory."""
         return self.linear.weight.nbytes > _piece_bytes(self.linear.weight)
 
     @contextmanager
@@ -75,7 +73,7 @@ class _AccumulateLinear(torch.autograd.Function):
 
 
 def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
-    """Add a weight's gradient to the weight's `grad`, some rows at a time. Shapes: S rows of a piece."""
+    """Add the gradient of a weight to its `grad`, S rows at a time."""
     first = weight_VH.grad is None
     if first:
         weight_VH.grad = torch.empty_like(weight_VH)

@@ -1,7 +1,7 @@
 """Renders chats with the chat template in a policy's folder, at a fixed time.
 
-A chat template may read the current time (`strftime_now`). The time that a chat template reads is fixed at the run's
-start, in UTC, so that a question always has the same tokens.
+A chat template may read the current time (`strftime_now`), which is fixed at the run's start, so that a question always
+has the same tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, whi
 SYSTEM = "You answer."
 Tool = Mapping[str, Any]  # the JSON schema of a function that the policy may call
 THOUGHT, THINKS, ENDS_THOUGHT = "White, I guess.", "<think>\n", "\n</think>\n\n"
-# Adding this duration changes every field of a date and time.
+# a duration that changes every field of a date and time
 ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)
 
 
@@ -54,7 +54,7 @@ class ChatTemplate:
         return cast(str, _attempt(system, lambda: self._apply(list_messages(text, system), tokenize=False)))
 
     def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text that the chat template writes between two answers of the policy if `messages` come between
+        """Return the text that the chat template writes between two answers of the policy, with `messages` between
         them.
 
         Raises:
@@ -80,8 +80,8 @@ class ChatTemplate:
     def keeps_answer(self, roles: tuple[str, ...], *, thinks: bool) -> bool:
         """Return whether the chat template leaves an answer unchanged if messages of these roles follow.
 
-        With `thinks`, the answer contains a thought in <think> tags. Some chat templates remove thoughts from earlier
-        turns. The chat template is tried once for each sequence of roles.
+        With `thinks`, the answer contains a thought in <think> tags, which some chat templates remove from earlier
+        turns.
         """
         if (roles, thinks) not in self._keeps:
             try:
@@ -115,7 +115,7 @@ class ChatTemplate:
         try:
             rendered = self.render(QUESTION, system)
         except ConfigError:
-            # Without a system message, the template may fail with another error, which is then raised.
+            # Without a system message, the template may raise another error.
             self.render(QUESTION, None)
             raise
         if QUESTION not in rendered:
@@ -136,7 +136,7 @@ class ChatTemplate:
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
         """Return the special token that the chat template writes after an answer, or None.
 
-        The result is None if no token in `special` follows an answer, or if the chat template rejects answers.
+        The result is also None if the chat template rejects answers.
         """
         rendered = ""
         for system in (None, SYSTEM):  # some chat templates require a system message

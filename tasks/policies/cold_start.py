@@ -1,16 +1,11 @@
-"""Cold start: trains a small new policy on demonstrations until the policy answers some, but not all, questions
-correctly.
+"""Cold start: trains a small new policy on demonstrations until it answers some, but not all, questions correctly.
 
-The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. If a
-demonstration has several turns, the loss leaves out the tokens that the environment adds. During cold start, the
-policy's accuracy is measured on the held-out questions, as in the run's evaluations. Between two measurements, the
-policy's accuracy may rise by twenty percentage points, depending on rounding errors. The supervised training ends when
-a measured accuracy reaches the target accuracy. After the supervised training, a bisection between the weights at the
-last two measurements finds weights with about the target accuracy.
+The loss covers only the tokens that the policy itself should write. The accuracy is measured on held-out questions, as
+in the run's evaluations. Training ends when a measured accuracy reaches the target. A bisection between the weights at
+the last two measurements then finds weights with about the target accuracy.
 
-If the prompts have several domains (kinds of task), the target is for the mean accuracy of the domains. After each
-measurement, a domain whose accuracy is further below the target gets more demonstrations. Hard domains are therefore
-trained more than easy domains.
+With several domains (kinds of task), the target is for the mean accuracy of the domains. Domains that are further below
+the target get more demonstrations.
 """
 
 from __future__ import annotations
@@ -36,9 +31,7 @@ LOOKS = 8  # largest number of accuracy measurements in the bisection
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAccuracy:
-    """The accuracy of a policy on held-out prompts: the accuracy of each domain, and their mean weighted by the shares
-    of the domains.
-    """
+    """The accuracy on held-out prompts: of each domain, and their mean weighted by the shares of the domains."""
 
     mean: float
     domains: Mapping[str, float]
@@ -61,9 +54,9 @@ Measure = Callable[[Any], HeldOutAccuracy]
 def cold_start(
     model: Any, config: ColdStart, pool: DemonstrationPool, accuracy: Measure, report: Callable[[int, float], None]
 ) -> float:
-    """Train `model` in place on the demonstrations of a pool; return the mean accuracy that the model reached.
+    """Train `model` in place on demonstrations; return the mean accuracy that it reached.
 
-    The function calls `report(step, accuracy)` at each measurement of the model's accuracy.
+    `report(step, accuracy)` is called at each measurement of the accuracy.
 
     Raises:
         ConfigError: the model did not reach the target accuracy within `max_steps` steps.
@@ -107,10 +100,10 @@ def _approach_target(
     accuracy: Measure,
     report: Callable[[float], None],
 ) -> float:
-    """Move the weights of `model` towards the weights `before` until the accuracy has fallen to about `target`; return
-    the accuracy.
+    """Move the weights towards the weights `before` until the accuracy has fallen to about `target`; return the
+    accuracy.
 
-    `found` is the accuracy of `model` before the call.
+    `found` is the accuracy before the call.
     """
     after, low, high = _copy_weights(model), 0.0, 1.0  # interpolation: 0 is `before`, 1 is `after`
     for _ in range(LOOKS):
@@ -129,17 +122,13 @@ def _approach_target(
 
 
 def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share: float) -> None:
-    """Set the model's weights to a linear interpolation between the weights `before` (`share` = 0) and `after` (`share`
-    = 1).
-    """
+    """Set the weights to a linear interpolation between `before` (`share` = 0) and `after` (`share` = 1)."""
     for parameter, first, last in zip(model.parameters(), before, after, strict=True):
         parameter.copy_(torch.lerp(first, last, share))
 
 
 def answer_loss(decoder: Any, head: LMHead, shown: Sequence[Demonstration]) -> Tensor:
-    """Return the mean cross-entropy, in nats, of the trained tokens of demonstrations under the model that consists of
-    `decoder` and `head`.
-    """
+    """Return the mean cross-entropy, in nats, of the trained tokens of demonstrations."""
     longest = max(len(one.prompt) + len(one.response) for one in shown)
     tokens = torch.zeros((len(shown), longest), dtype=torch.long)
     mask = torch.zeros((len(shown), longest), dtype=torch.bool)
@@ -156,9 +145,9 @@ def answer_loss(decoder: Any, head: LMHead, shown: Sequence[Demonstration]) -> T
 def generate_answers(
     model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """Generate an answer for each prompt; return the answers' tokens without the end token.
+    """Generate an answer for each prompt; return the tokens of the answers without the end token.
 
-    With temperature 0, the most probable token is always chosen. Prompts of the same length run in one batch.
+    Temperature 0 means the most probable token. Prompts of equal length run in one batch.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[list[int]] = [[] for _ in prompts]

@@ -10,8 +10,8 @@ from rollflow.tasks.runtime.sections import Section
 
 
 class ColdStart(Section):
-    """A small new Llama policy. Before the run, the new model is trained on demonstrations (supervised training) until
-    it reaches a target accuracy.
+    """A small new Llama policy, which is trained on demonstrations before the run, until it reaches a target
+    accuracy.
     """
 
     hidden_size: int = Field(

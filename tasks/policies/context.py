@@ -1,7 +1,7 @@
-"""Computes from `config.json` a policy's context length, and the length of the probe (the prompt that checks weight
-updates).
+"""Computes from `config.json` the context length of a policy, and the length of the probe (the prompt that checks
+weight updates).
 
-This module imports neither torch nor transformers, so that it is imported quickly.
+This module imports neither torch nor transformers, so that it is imported fast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-# keys of config.json that may contain the context length; the key depends on the architecture
+# keys of config.json that may contain the context length, depending on the architecture
 NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -23,20 +23,19 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-# The probe for weight updates has at least this number of tokens.
-# The probe is longer than a sliding window by this number of tokens.
+# smallest number of tokens of the probe, and its length beyond a sliding window
 PROBE = 32
-# The probe for weight updates has at most this number of tokens. A longer probe would take longer than a training step.
+# largest number of tokens of the probe; a longer probe would take longer than a training step
 LONGEST_PROBE = 8448
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Return the largest total number of tokens of a prompt and its response for which learner and engines compute
-    equal log-probs.
+    """Return the largest number of tokens of a prompt and its response for which learner and engines compute equal
+    log-probs.
 
-    Linear RoPE scaling multiplies the context length by the scaling factor. With LongRoPE, the context length is at
-    most the model's original context length, because the scaling factors change there. With dynamic RoPE scaling, the
-    context length is the length in the config, because in longer sequences a log-prob depends on later tokens.
+    Linear RoPE scaling multiplies the context length by the scaling factor. With LongRoPE, the limit is the model's
+    original context length, because the scaling factors change there. With dynamic RoPE scaling, the limit is the
+    length in the config, because in longer sequences a log-prob depends on later tokens.
 
     Raises:
         ConfigError: the config names no context length.
@@ -64,8 +63,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 def probe_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens of the prompt that checks an engine's weights after a weight update.
 
-    The probe prompt is longer than the policy's sliding window, and longer than the sequence length above which RoPE
-    positions are scaled. The probe prompt is no longer than the policy's context, and no longer than `LONGEST_PROBE`.
+    The probe is longer than the policy's sliding window, and longer than the length above which RoPE positions are
+    scaled. The probe has at most `LONGEST_PROBE` tokens and fits into the policy's context.
     """
     text = text_config(config)
     windows = [_window(text)]
@@ -102,7 +101,7 @@ def _window(text: Mapping[str, Any]) -> Any:
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the RoPE scalings in the config. There may be one scaling for each kind of layer."""
+    """Yield the RoPE scalings in the config, of which each kind of layer may have its own."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):

@@ -1,7 +1,7 @@
 """Tokenizes the demonstrations for the supervised training of a new policy (cold start).
 
-A demonstration is a prompt with a correct response. The demonstration of an episode with several turns also contains
-the tokens that the environment adds. The policy is not trained on these tokens.
+A demonstration is a prompt with a correct response. In an episode with several turns, the policy is not trained on
+tokens that the environment adds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LEAST = 0.1  # smallest distance to the target accuracy with which a domain coun
 
 
 class Demonstration(NamedTuple):
-    """The tokens of a demonstration. For each token of the response, `sampled` is True if the policy is trained on the
-    token. If `sampled` is empty, the policy is trained on the whole response.
+    """The tokens of a demonstration. `sampled` is True for each response token that the policy is trained on; if
+    `sampled` is empty, the whole response is trained.
     """
 
     prompt: Sequence[int]
@@ -28,8 +28,7 @@ class Demonstration(NamedTuple):
     sampled: Sequence[bool] = ()
 
 
-# Returns the demonstrations of a question.
-# There are several if the chat template changes earlier answers: one for each context.
+# Returns the demonstrations of a question, several if the chat template changes earlier answers: one for each context.
 Encode = Callable[[Prompt, Question], Sequence[Demonstration]]
 
 
@@ -42,8 +41,8 @@ class DemonstrationPool:
         self._made: dict[tuple[int, int], Sequence[Demonstration]] = {}
 
     def weigh(self, accuracies: Mapping[str, float], target: float) -> None:
-        """Set how often demonstrations of each prompt source are drawn: in proportion to the source's share times the
-        distance of its domain from the target accuracy.
+        """Set how often demonstrations of each prompt source are drawn: in proportion to its share times its distance
+        from the target accuracy.
         """
         self._weights = [
             config.share * max(target - accuracies.get(config.domain, 0.0), LEAST * target)

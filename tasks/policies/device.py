@@ -16,22 +16,17 @@ def find_device() -> torch.device:
 
 
 def fix_workspace() -> None:
-    """Set the size of cuBLAS's workspace before the first use of a GPU, unless the environment variable is already
-    set.
-    """
+    """Set the size of cuBLAS's workspace before the first use of a GPU, unless the environment variable is set."""
     os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
 def turn_off_cudnn_attention() -> None:
-    """Prevent torch from using cuDNN's attention in this process.
-
-    CuDNN's attention over many keys is not deterministic (see docs/gpu.md).
-    """
+    """Prevent torch from using cuDNN's attention, which is not deterministic over many keys (see docs/gpu.md)."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU's pageable memory to `device`. Do not wait for earlier work of the device.
+    """Copy a tensor from pageable memory of the CPU to `device`, without waiting for earlier work of the device.
 
     The tensor may be changed as soon as `send` returns.
     """

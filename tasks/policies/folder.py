@@ -1,7 +1,7 @@
 """The policy folder of a run: a Hugging Face model folder with config and tokenizer, but without weights.
 
-Every process of a run reads the run's policy folder, and reads weights from the policy store. This module does not
-import torch, so that a command can check a policy quickly.
+Every process reads the policy folder of the run, and reads weights from the policy store. This module does not import
+torch, so that a command can check a policy fast.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ COPIED = (
 
 
 def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
-    """Build the files of a small Llama policy with tied embeddings and a byte-level BPE tokenizer trained on `texts`.
+    """Build the files of a small Llama policy with tied embeddings and a byte-level BPE tokenizer trained on
+    `texts`.
 
-    The architecture is Llama, because every tool reads the `tokenizer.json` of a Llama model unchanged. For some model
-    types other than Llama, such as Qwen2, transformers ignores the pre-tokenizer in the policy folder.
+    The architecture is Llama, because every tool reads the `tokenizer.json` of a Llama model unchanged.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Each digit is a token, so that the policy can learn to add. A token may span several words.
+    # Each digit is a token, so that the policy can learn to add; a token may span several words.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -98,7 +98,7 @@ def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
     """Return the folder `path` after checking its files, or None if `path` is the name of a model on the Hugging Face
     hub.
 
-    Error messages name `key`, the config key that the path comes from.
+    Error messages name the config key `key`.
     """
     folder = Path(os.path.expanduser(path))  # `expanduser` leaves an unknown "~name" unchanged
     if folder.is_dir():
@@ -112,9 +112,9 @@ def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
 
 
 def find_policy(path: str, download: bool = True, key: str = "policy.path") -> Path | None:
-    """Return the local folder of a policy. A model on the Hugging Face hub has its local folder in the hub's cache.
+    """Return the local folder of a policy. A model on the Hugging Face hub is downloaded into the hub's cache.
 
-    If a model is not in the hub's cache, the function downloads the model, or returns None with `download=False`.
+    With `download=False`, the result is None for a model that is not in the cache.
     """
     if (folder := find_local_policy(path, key)) is not None:
         return folder
@@ -145,8 +145,7 @@ def resolve_policy(path: str, key: str = "policy.path") -> Path:
 def is_weights(path: str) -> bool:
     """Return whether a file in a policy's folder belongs to the policy's weights.
 
-    Some folders on the Hugging Face hub contain the weights a second time, as `consolidated*.safetensors`. Files named
-    `consolidated*` are not read by transformers.
+    Files named `consolidated*`, a second copy of the weights on the hub, are ignored by transformers.
     """
     name = path.rpartition("/")[2]
     return name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith("consolidated")
@@ -189,11 +188,10 @@ def copy_folder(path: str, key: str = "policy.path") -> dict[str, bytes]:
 
 
 def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Return the files of a policy folder after setting the data type in config.json to `dtype`, the data type of
-    training.
+    """Return the files of a policy folder with the data type `dtype` in config.json.
 
-    Tools other than rollflow, such as vLLM, load weights in the data type that config.json names. A tool that loads
-    weights in another data type than the learner would compute different log-probs.
+    Other tools, such as vLLM, load weights in the data type that config.json names. In another data type than that of
+    the learner, log-probs would differ.
     """
     try:
         config = dict(json.loads(files["config.json"]))

@@ -3,10 +3,8 @@
     hidden states --> the model's own forward --> logits
                       (hidden states replace the decoder's output)
 
-Between hidden states and logits, a model may compute more than a matrix product, such as a soft-cap (Gemma 2), a scale
-(Granite, Cohere) or a bias. `LMHead` therefore runs the model's own forward and reimplements no part of it. Training,
-the probe, the transformers engine and the cold start all use `LMHead`. A model that cannot be run in this way is
-rejected at the start of a run.
+Some models compute more than a matrix product, such as a soft-cap (Gemma 2), a scale (Granite, Cohere) or a bias, so
+`LMHead` runs the model's own forward pass. A model that cannot be run in this way is rejected at the start of a run.
 
 Shapes: M is the number of positions, T of tokens, H of hidden features, and V of tokens in the vocabulary.
 """
@@ -41,14 +39,14 @@ class _FixedDecoder(nn.Module):
 
 
 class LMHead:
-    """The language-model head of a model, which shares the model's parameters. See the module's docstring."""
+    """The language-model head of a model, which shares the model's parameters."""
 
     vocabulary: int  # number of logits per token
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
         """Find the language-model head of `model`, and test the head with a few tokens.
 
-        `judged` says whether to compare log-probs, and must be False for a model without weights.
+        With `judged`, log-probs are compared; `judged` must be False for a model without weights.
 
         Raises:
             ConfigError: the decoder and the head of the model cannot be run separately. With `judged`, the error is
@@ -80,7 +78,7 @@ class LMHead:
     def add_in_place(self) -> Iterator[None]:
         """Let backward passes in a `with` block add the last layer's gradient in place.
 
-        See `AddingLinear`. If the last layer is small or has a bias, autograd computes its gradient as usual.
+        A small last layer, or one with a bias, uses autograd as usual.
         """
         if self._linear is None or not self._linear.gains:
             yield
@@ -90,10 +88,8 @@ class LMHead:
 
     @torch.no_grad()
     def _probe_model(self, model: Any, decoder: Any) -> float:
-        """Record the data type and the width of the model's output; return the largest difference, in nats, between
-        log-probs of the head and of the model.
-
-        The log-probs that the head computes are compared with the log-probs of the model's whole forward pass.
+        """Record the type and the width of the model's output; return the largest difference, in nats, between
+        log-probs of the head and of the whole model.
         """
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
@@ -106,15 +102,13 @@ class LMHead:
 
 def measure_distance(one: Tensor, other: Tensor) -> float:
     """Return the largest difference between two tensors; infinity if an element is NaN in only one of them."""
-    # a NaN in both tensors counts as equal, because NaN weights make both tensors NaN
+    # A NaN in both tensors counts as equal, because NaN weights make both tensors NaN.
     same = (one == other) | (one.isnan() & other.isnan())
     return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())
 
 
 def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
-    """Return a copy of a model in which the module `other` replaces `module`. The copy shares all remaining modules
-    with the model.
-    """
+    """Return a copy of a model in which `other` replaces `module`; all other modules are shared."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
         raise TypeError("the model has no head, because its decoder is the model itself")
@@ -128,9 +122,9 @@ def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
 
 
 def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | None:
-    """Replace a model's last layer by an `AddingLinear`; return the new layer, or None if the layer cannot be replaced.
+    """Replace a model's last layer by an `AddingLinear`; return the new layer, or None if it cannot be replaced.
 
-    A last layer that has a bias or is not a direct child of the model stays unchanged.
+    A layer that has a bias or is not a direct child of the model stays unchanged.
     """
     name = next((name for name, found in head._modules.items() if found is last), None)
     if name is None or type(last) is not nn.Linear or last.bias is not None:

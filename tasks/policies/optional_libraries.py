@@ -1,7 +1,7 @@
-"""Prevents transformers from importing libraries that a run does not need, which shortens the start of a process.
+"""Prevents transformers from importing libraries that a run does not need, so that processes start faster.
 
-Transformers needs scikit-learn and SciPy only for losses and decoding methods that a run does not use, and accelerate
-only for models on several devices.
+Scikit-learn and SciPy are used only for losses and decoding methods that a run does not need, and accelerate only for
+models on several devices.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ OPTIONAL = ("sklearn", "scipy", "accelerate")
 
 
 def disable_optional_libraries() -> None:
-    """Make transformers treat the libraries in `OPTIONAL` as not installed for the rest of this process.
+    """Make transformers treat the libraries in `OPTIONAL` as not installed in this process.
 
-    The libraries in `OPTIONAL` stay disabled: a transformers module that was imported without a library fails if it
-    finds the library later.
+    The libraries in `OPTIONAL` stay disabled, because a module that was imported without a library fails if it finds
+    the library later.
     """
     import transformers.utils
 

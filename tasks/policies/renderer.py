@@ -16,10 +16,9 @@ CONTENT = "{}"  # marks where the content is inserted into the frame of a messag
 class PolicyRenderer:
     """Renders the messages that follow a response, with the chat template or as plain text.
 
-    Only the new messages are tokenized; the tokens of the earlier response stay unchanged. An end token that the chat
-    template writes between response and messages is not repeated if the response already ends with it. If a message, a
-    tool's schema or an observation contains the text of a control token, the text never becomes this token (see
-    `control_text`). Only the chat template and the policy's answers may contain control tokens.
+    Only new messages are tokenized; the tokens of earlier responses stay unchanged. The chat template's end token is
+    not repeated if the response already ends with it. Text of a control token in a message, a tool's schema or an
+    observation never becomes the token (see `control_text`).
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:
@@ -27,8 +26,7 @@ class PolicyRenderer:
         self._tokenizer, self._chat_domains = tokenizer, frozenset(chat_domains)
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """Return the tokens of `messages`. The caller appends them to the tokens `response` before the policy answers
-        again.
+        """Return the tokens of `messages`, to be appended to the tokens `response`.
 
         Raises:
             ConfigError: the chat template rejects the messages.
@@ -39,10 +37,9 @@ class PolicyRenderer:
         return tokens[1:] if len(response) and list(tokens[:1]) == [response[-1]] else tokens
 
     def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
-        """Return the tokens of a prompt after a text was added to the last user message, and the tools' schemas were
-        added.
+        """Return the tokens of a prompt with a text added to its last user message, and with the schemas of tools.
 
-        If there is no chat template, or if it ignores tools, the tools are described in plain text.
+        Without a chat template that writes tools, the tools are described in plain text.
 
         Raises:
             ConfigError: the chat template rejects the tools.
@@ -72,11 +69,11 @@ class PolicyRenderer:
         recent: Sequence[Mapping[str, str]],
         messages: Sequence[Mapping[str, str]],
     ) -> Sequence[int] | None:
-        """Return the new tokens of the whole conversation after the prompt, if the chat template changes a recent
-        answer because `messages` follow. Return None if all recent answers stay unchanged.
+        """Return the new tokens of the conversation after the prompt, if the chat template changes a recent answer
+        because of `messages`. The result is None if all recent answers stay unchanged.
 
-        `earlier` and `recent` are the messages after the prompt. In the context, the chat template has already
-        rewritten the answers among the `earlier` messages.
+        `earlier` and `recent` are the messages after the prompt. Answers among the `earlier` messages were already
+        changed by the chat template.
 
         Raises:
             ConfigError: the chat template rejects the messages.
@@ -92,7 +89,7 @@ class PolicyRenderer:
         spoken = [self._drop_end(message) for message in (*earlier, *recent)]
         later = [*self._cut_messages(spoken, answers=True), *self._cut_messages(messages)]
         whole = template.render_messages([*prompt.messages, *later])
-        # Nothing is rewritten if the template has begun a thought in the prompt, which cannot be changed.
+        # A thought that the template has begun in the prompt cannot be changed.
         return self._encode(whole[len(before) :]) if whole.startswith(before) else None
 
     def _drop_end(self, message: Mapping[str, str]) -> Mapping[str, str]:
@@ -114,8 +111,7 @@ class PolicyRenderer:
         ]
 
     def _write_plain(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the plain text of messages (without chat template), in which marks split each text of a control
-        token."""
+        """Return messages as plain text, in which marks split each text of a control token."""
         if not any("frame" in one for one in messages):
             return self._tokenizer.cut_control("".join(one["content"] for one in messages))
         cut = self._tokenizer.cut_message
@@ -123,7 +119,7 @@ class PolicyRenderer:
         return "".join(before + content + after for (before, _, after), content in framed)
 
     def _encode(self, text: str) -> Sequence[int]:
-        """Return the tokens of a text, whose pieces between the marks are tokenized separately."""
+        """Return the tokens of a text; the pieces between marks are tokenized separately."""
         return [token for piece in text.split(CUT) for token in self._tokenizer.encode_response(piece)]
 
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
@@ -132,7 +128,7 @@ class PolicyRenderer:
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]], cut: Callable[[str], str] = str) -> str:
-    """Return a text that describes the tools to a policy whose chat template does not describe them. `cut` changes the
+    """Return a text that describes tools to a policy whose chat template does not describe them. `cut` changes the
     schemas."""
     listed = cut("\n".join(json.dumps(tool["function"]) for tool in tools))
     call = '<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>'
@@ -140,7 +136,7 @@ def describe_tools(tools: Sequence[Mapping[str, Any]], cut: Callable[[str], str]
 
 
 def cut_values(value: Any, cut: Callable[[str], str]) -> Any:
-    """Return a JSON value in which the function `cut` has changed all strings and names."""
+    """Return a JSON value after applying `cut` to all its strings and names."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, Mapping):

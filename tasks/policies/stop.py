@@ -1,9 +1,8 @@
-"""The tokens that end an answer.
+"""Collects the tokens that end an answer.
 
-A policy's end tokens, at which generation stops, are defined in `config.json`, `generation_config.json`, the tokenizer
-and the chat template. A new run collects the end tokens from all files of the policy in the run's own
-`generation_config.json`. Engines, learner, exports and other tools read the end tokens from the run's
-`generation_config.json`. The `generation_config.json` of a run never changes after the run was created.
+End tokens are defined in `config.json`, `generation_config.json`, the tokenizer and the chat template of a policy. A
+new run collects all end tokens in its own `generation_config.json`, which never changes. Engines, learner, exports and
+other tools read the end tokens from the run's `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """Return a list with the id of the tokenizer's end token, or an empty list if there is none.
-
-    The list is also empty if the end token is not in the tokenizer's vocabulary.
+    """Return a list with the id of the tokenizer's end token; empty if it has none or the token is not in the
+    vocabulary.
     """
     name = read_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
@@ -67,8 +65,8 @@ def read_token(folder: Path, key: str) -> str | None:
 
 
 def write_end_tokens(folder: Path, ends: tuple[int, ...]) -> None:
-    """Write the ids of end tokens into the policy folder's generation_config.json, unless the file already has exactly
-    these ids.
+    """Write the ids of end tokens into the policy folder's generation_config.json, unless it already has exactly these
+    ids.
     """
     path = folder / GENERATION
     described = json.loads(path.read_text()) if path.exists() else {}

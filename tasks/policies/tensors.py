@@ -5,7 +5,7 @@
     ties      two tensors that the config ties are equal
     values    no value is NaN or infinite in the data type of training
 
-Files are memory-mapped, and at most `PIECE` values are in memory at a time.
+Files are memory-mapped, with at most `PIECE` values in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rollflow.tasks.policies.head import LMHead
 
 PIECE = 2**22  # largest number of a tensor's values in memory at a time
 SHOWN = 4  # largest number of tensor names in one error message
-TRIED_BYTES = 2**28  # largest size, in bytes, of a model that is tried out before a run starts
-TRIED_TOKENS = 8  # number of tokens with which a model is tried out
+TRIED_BYTES = 2**28  # largest size, in bytes, of a model that is tested before a run starts
+TRIED_TOKENS = 8  # number of tokens with which a model is tested
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE = "save the policy again (save_pretrained)"
 
@@ -103,8 +103,8 @@ def _check_names(file: Path) -> list[str]:
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """Load the model on `device`; return the model and transformers' loading info. On the device "meta", no values are
-    loaded.
+    """Load the model on `device`, without values on the device "meta"; return the model and transformers' loading
+    info.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -173,8 +173,7 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
 
 
 def _try_model(folder: Path, dtype: str, empty: Any) -> None:
-    """Run a small model in the same way as the learner and an engine; reject the model if its logits contain a NaN or
-    an infinity."""
+    """Run a small model as the learner and an engine do; reject it if its logits contain a NaN or an infinity."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _load_names(folder, dtype, "cpu")

@@ -1,10 +1,7 @@
-"""Defines the tokenizer of a policy, which uses the library `tokenizers` for text, and `transformers` for chat
-templates.
+"""The tokenizer of a policy, which uses the library `tokenizers` for text, and `transformers` for chat templates.
 
-Tools other than rollflow, such as vLLM, open a policy folder with transformers' `AutoTokenizer`. For some model types,
-`AutoTokenizer` builds a tokenizer that differs from `tokenizer.json`. `find_other_reading` compares `AutoTokenizer`'s
-tokenizer with the tokenizer in `tokenizer.json`. A policy is neither trained nor exported if `AutoTokenizer` and
-`tokenizer.json` give different tokenizers.
+Other tools, such as vLLM, open a policy folder with transformers' `AutoTokenizer`, which for some models differs from
+`tokenizer.json`. A policy is neither trained nor exported if `AutoTokenizer` and `tokenizer.json` differ.
 """
 
 from __future__ import annotations
@@ -36,15 +33,15 @@ LONG = 10_000
 
 
 class PolicyTokenizer:
-    """Encodes questions and decodes responses. The policy folder must contain tokenizer.json and config.json."""
+    """Encodes questions and decodes responses, from tokenizer.json and config.json in the policy folder."""
 
     def __init__(self, folder: Path, now: float | None = None, *, single_start: bool = True) -> None:
-        """Open the tokenizer, and fix the time that the chat template reads at `now`, in seconds since the Unix epoch.
+        """Open the tokenizer, and fix the time that the chat template reads at `now`, in seconds since the Unix
+        epoch.
 
         By default, `now` is the current time. With `single_start`, a prompt begins with at most one start token and
-        does not end with an end token. Without `single_start`, a prompt has all tokens that the tokenizer adds, and the
-        context length is `max_position_embeddings`. Only runs of older versions of rollflow need a tokenizer without
-        `single_start`.
+        does not end with an end token. Without `single_start`, as in old runs, a prompt has all tokens that the
+        tokenizer adds, and the context length is `max_position_embeddings`.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -64,7 +61,7 @@ class PolicyTokenizer:
         return self._plain(asked) if self._single_start else list(self._fast.encode(asked).ids)
 
     def encode_prompt(self, asked: Asked, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """Encode a question as the method `encode` does, and check the first and last tokens of the prompt.
+        """Encode a question as `encode` does, and check the first and last tokens of the prompt.
 
         Raises:
             ConfigError: the chat template rejects the question, or the prompt begins with two start tokens or ends with
@@ -82,15 +79,13 @@ class PolicyTokenizer:
         return list(self._fast.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def cut_control(self, text: str) -> str:
-        """Return a text with marks. If the text is split at the marks before it is tokenized, its tokens contain no
-        control token.
-
-        See `control_text`.
+        """Return a text with marks, such that its pieces between the marks contain no control token (see
+        `control_text`).
         """
         return self._control.cut(text)
 
     def cut_message(self, text: str) -> str:
-        """Do the same as `cut_control` for a message that may directly follow or precede other text."""
+        """Do the same as `cut_control` for a message that other text may directly precede or follow."""
         return self._control.cut_message(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -98,9 +93,9 @@ class PolicyTokenizer:
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))
 
     def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
-        """Decode a response to the text that a verifier (scoring function) reads, without the final stop token.
+        """Decode a response to the text that a verifier reads, without the final stop token.
 
-        With `special=False`, the decoded text omits all special tokens.
+        With `special=False`, all special tokens are left out.
         """
         if not special:
             return str(self._fast.decode(list(tokens)))
@@ -108,11 +103,11 @@ class PolicyTokenizer:
         return self.decode(tokens[:-1] if ended else tokens)
 
     def find_tokens(self, tokens: Sequence[int], positions: Sequence[int], special: bool = True) -> list[int]:
-        """Return for each position, which is a number of characters, the index of the token with which the decoded
-        response (`decode_response`) reaches this number of characters.
+        """Return, for each number of characters, the index of the token at which the decoded response has this many
+        characters.
 
-        If a token ends within a character, the character does not count for this token. An invalid byte may count only
-        at a token soon after it. If the response has fewer characters, the index is that of the last token.
+        A character counts only at the token that completes it. An invalid byte may count at a later token. If the
+        response is shorter, the index is that of its last token.
         """
         whole = str(self._fast.decode(list(tokens), skip_special_tokens=not special))
 
@@ -142,7 +137,7 @@ class PolicyTokenizer:
     def context(self) -> int:
         """Context length: the largest total number of tokens of a prompt and its response."""
         if not self._single_start and type(named := self._config.get("max_position_embeddings")) is int:
-            return named  # older runs selected their prompts with this context length
+            return named  # older runs chose their prompts by this context length
         return context_length(self._config)
 
     @property
@@ -190,7 +185,7 @@ class PolicyTokenizer:
         return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """Encode a text, and put the tokenizer's start tokens first unless the text already begins with them."""
+        """Encode a text, after the tokenizer's start tokens unless the text already begins with them."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
@@ -211,10 +206,10 @@ class PolicyTokenizer:
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        """End tokens of the tokenizer and of config.json. No prompt may end with one of these tokens.
+        """End tokens of the tokenizer and of config.json, with which no prompt may end.
 
-        A prompt may end with an end token of generation_config.json, because some chat models also list there the token
-        that begins an answer.
+        Other end tokens in generation_config.json may end a prompt, because some chat models list the token that begins
+        an answer there.
         """
         return frozenset([*tokenizer_end(self.folder), *config_ends(self._config)])
 
@@ -242,7 +237,7 @@ class PolicyTokenizer:
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:
-    """Load tokenizer.json without the file's truncation and padding settings, which other tools ignore.
+    """Load tokenizer.json without its truncation and padding settings, which other tools ignore.
 
     Raises:
         ConfigError: tokenizer.json is missing or is no tokenizer.
@@ -282,10 +277,10 @@ def _open_as_others(folder: Path) -> Any:
 
 
 def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
-    """Describe how `AutoTokenizer`'s tokenizer differs from tokenizer.json, or return None.
+    """Describe how `AutoTokenizer` differs from tokenizer.json, or return None.
 
-    The function compares the vocabularies of `AutoTokenizer`'s tokenizer and of tokenizer.json. The function also
-    compares how both tokenizers encode and decode `texts`, special tokens and combinations of `PIECES`.
+    The comparison covers the vocabularies, and how `texts`, special tokens and combinations of `PIECES` are encoded and
+    decoded.
 
     Raises:
         ConfigError: `AutoTokenizer` cannot read the folder.
@@ -296,7 +291,7 @@ def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
 
 
 def _difference(ours: Tokenizer, theirs: Any, texts: Iterable[str]) -> str | None:
-    """Describe how the tokenizer `theirs` differs from the tokenizer `ours`, or return None if they are equal."""
+    """Describe how the tokenizer `theirs` differs from `ours`, or return None."""
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))

@@ -2,7 +2,7 @@
 
     files of the folder --> JSON that can be read --> tensors that fit --> a row for each token --> all end tokens
 
-Code that reads a run's policy folder relies on these checks.
+Code that reads the policy folder of a run relies on these checks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_config(folder: Path) -> None:
 def name_end_tokens(folder: Path) -> None:
     """Write all end tokens of a policy into the policy folder's generation_config.json.
 
-    The function collects the end tokens from config.json, generation_config.json, the tokenizer and the chat template.
+    End tokens are collected from config.json, generation_config.json, the tokenizer and the chat template.
 
     Raises:
         ConfigError: the policy folder names no end token.

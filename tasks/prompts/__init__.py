@@ -21,7 +21,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
     """Build the question source of one `[[prompts]]` section, which holds out `count` questions for evaluation.
 
-    The question source adds its held-out questions to `held`, and never trains on a question in `held`.
+    Held-out questions are added to `held`, and no question in `held` is trained on.
 
     Raises:
         ConfigError: the `[[prompts]]` section is invalid; the message says what the user must change.

@@ -1,7 +1,6 @@
 """Reads tables of Arrow: a Parquet file, a folder of the library `datasets`, or a data set of the Hugging Face hub.
 
-Pyarrow reads a folder, whereas a data set on the Hugging Face hub needs the library `datasets`. Either gives an Arrow
-table.
+Pyarrow reads files and folders; the hub needs the library `datasets`.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[st
 
 
 def _locate(column: Any, why: str) -> str:
-    """Return a phrase that locates the table row which an Arrow error names, or "" if the error names no row.
+    """Return a phrase that locates the table row of an Arrow error, or "" if the error names no row.
 
-    The function reads no values of the damaged column, because reading values through damaged offsets would crash the
-    process.
+    No values of the damaged column are read, because damaged offsets could crash the process.
     """
     if (found := re.search(r"In chunk (\d+): .* string index (\d+)", why)) is None:
         return ""

@@ -16,10 +16,9 @@ Reader = Callable[[FileBase], bytes]  # returns the content of a question source
 
 @dataclass(frozen=True, slots=True)
 class DemonstratedTurn:
-    """One turn of a demonstrated episode: the text that the policy says, and the messages that the environment adds.
+    """One turn of a demonstrated episode: the policy's text, and the messages that the environment adds.
 
-    If `ends` is True, the policy ends the turn with its stop token. If `ends` is False, the turn ends at a token limit
-    or at a stop string.
+    If `ends` is True, the turn ends with the stop token; otherwise, it ends at a token limit or at a stop string.
     """
 
     said: str
@@ -31,13 +30,10 @@ class DemonstratedTurn:
 class Question:
     """A question as text or chat messages, with the right answer and the JSON reference that a verifier reads.
 
-    Two questions with the same `key` count as the same question, even if their texts differ. A question without a `key`
-    has its normalised text as its key. If a question has `messages`, the policy gets these messages, and `text` is only
-    shown to people.
+    Questions with the same `key` count as the same question, even if their texts differ. Without a `key`, the
+    normalised text is the key. If a question has `messages`, the policy reads them, and `text` is only shown to people.
 
-    In the cold start, a question with `turns` is demonstrated by these turns, as an environment would play them. The
-    policy is trained on what it says in the turns, and not on the replies. The demonstration of a question without
-    `turns` is the question's `answer`.
+    The cold start demonstrates a question by its `turns`, or by its `answer` if it has no turns.
     """
 
     text: str
@@ -61,20 +57,18 @@ class Question:
 class QuestionSource(Protocol):
     """The questions of one `[[prompts]]` section, which depend only on the section and the run's seed.
 
-    A caller may request the questions of a source by position, at any time and in any order. No training question and
-    no demonstration of a source has the same key as a held-out question.
+    Questions may be requested by position, at any time and in any order. No training question and no demonstration has
+    the same key as a held-out question.
     """
 
     def training(self, position: int) -> Question:
         """Return the training question at `position`."""
 
     def demonstration(self, position: int) -> Question:
-        """Return the question at `position` in the sequence of demonstrations for supervised cold start."""
+        """Return the question to demonstrate at `position` in the supervised cold start."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Return the first `count` held-out questions, or fewer if the source has no more. The questions have distinct
-        keys.
-        """
+        """Return the first `count` held-out questions, with distinct keys, or fewer if there are no more."""
 
 
 class Encoder(Protocol):

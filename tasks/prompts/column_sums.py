@@ -3,9 +3,8 @@
     Add 347 + 58 + 906.
     ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>
 
-The solution of a column starts with the carry, if there is one, and adds the numbers' digits from left to right, one at
-a time. Addition commutes, so the same numbers in another order are the same question. So a held-out question is neither
-asked nor demonstrated in any order of its numbers.
+The solution of a column starts with the carry, if any, and adds one digit at a time. The same numbers in another order
+are the same question, so a held-out sum is neither asked nor demonstrated in any order.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ColumnSumsSource:
 def build_question(terms: list[int]) -> Question:
     """Build the question for the sum of `terms`.
 
-    The answer of the question is the worked solution, whereas the verifier gets only the sum.
+    The answer is the worked solution, but the verifier gets only the sum.
     """
     asked = f"Add {' + '.join(map(str, terms))}."
     key = f"add {' '.join(map(str, sorted(terms)))}"
@@ -83,7 +82,7 @@ def build_question(terms: list[int]) -> Question:
 def write_steps(terms: list[int]) -> str:
     """Write the worked solution of a sum: the steps for each column of digits, then the answer.
 
-    A number of the sum may have at most as many digits as `PLACES` has elements.
+    A number may have at most as many digits as `PLACES` has elements.
     """
     columns, carried = [], 0
     for place in range(len(str(max(terms)))):

@@ -43,14 +43,14 @@ class FileBase(PromptBase):
     answer_after: str | None = Field(
         None,
         min_length=1,
-        description='text that marks the answer in a worked solution, e.g. "####"; the reference answer is '
-        "only the text after the mark; default: the reference answer is the whole solution",
+        description='text that marks the answer in a worked solution, e.g. "####"; only the text after the mark is '
+        "the reference answer; default: the whole solution",
     )
     reward_column: str | None = Field(
         None,
         min_length=1,
         description="column of the prompt file in which a row may name its own scorer, from a section [rewards.NAME]; "
-        "a row without a name uses the scorer of its prompt source",
+        "other rows use the scorer of the prompt source",
     )
     difficulty: DifficultyRange | None = Field(
         None,
@@ -59,14 +59,14 @@ class FileBase(PromptBase):
     )
     near_duplicates: Literal["count", "drop"] = Field(
         "count",
-        description="what happens to a training question that is almost equal to a held-out question. count: the "
-        "question is trained on, and such questions are only counted; drop: the question is not trained on",
+        description="what happens to a training question that is almost equal to a held-out question. count: it is "
+        "trained on and counted; drop: it is not trained on",
     )
     solved_every: int = Field(
         1,
         ge=1,
-        description="with the number n, a solved question is asked in only one of n epochs (passes over all "
-        "questions); with 1, solved questions are asked in every epoch",
+        description="a solved question is asked in only one of this number of epochs (passes over all questions); 1: "
+        "in every epoch",
     )
     solved_from: float = Field(
         1.0,
@@ -83,7 +83,7 @@ class FileBase(PromptBase):
         return self
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
-        """Return the name of a row's scorer, from the row's column `reward_column` or else from the question source."""
+        """Return the name of a row's scorer, from its column `reward_column` or else from the question source."""
         named = reference.get(self.reward_column) if self.reward_column else None
         return str(named or self.reward or "")
 
@@ -104,9 +104,7 @@ class FileBase(PromptBase):
 
     @property
     def held_out_file(self) -> HeldOutFile | None:
-        """The file that contains the held-out questions, or None if held-out questions are drawn from the rows of
-        `path`.
-        """
+        """The file with the held-out questions, or None if they are drawn from the rows of `path`."""
         return None
 
     @property
@@ -136,7 +134,7 @@ class JsonlPrompts(FileBase):
 
 
 Format = Literal["jsonl", "csv", "tsv", "parquet", "saved", "hub"]
-# the formats `hub` and `saved` have no file suffix: `hub` has no file, and `saved` is a folder
+# the format `hub` has no file, and `saved` is a folder
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 
 
@@ -192,9 +190,7 @@ class FilePrompts(FileBase):
 
     @property
     def held_out_file(self) -> HeldOutFile | None:
-        """The file or split that contains the held-out questions, or None if held-out questions are drawn from the rows
-        of `path`.
-        """
+        """The file or split with the held-out questions, or None if they are drawn from the rows of `path`."""
         if self.held_out_path is None and self.held_out_split is None:
             return None
         return self._build_held_out(self.held_out_path, self.held_out_split)
@@ -210,9 +206,7 @@ class FilePrompts(FileBase):
     def _build_held_out(
         self, path: str | None, split: str | None, columns: dict[str, str] | None = None, section: str = ""
     ) -> HeldOutFile:
-        """Return the config of a file or split with held-out questions; `section` is the config section that names the
-        file.
-        """
+        """Return the config of a file or split with held-out questions, which the config section `section` names."""
         keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": split, "section": section}
         keys |= {"difficulty": None, "evaluation_sets": {}}  # keys that apply only to training questions
         keys |= {} if columns is None else {"columns": columns}
@@ -223,7 +217,7 @@ class FilePrompts(FileBase):
 
     @property
     def chosen_format(self) -> Format | None:
-        """The format of the prompt file, or None if neither `format` nor the file's suffix names a format."""
+        """The format of the prompt file, from `format` or the file's suffix; None if neither names a format."""
         return self.format or SUFFIXES.get(Path(self.path).suffix.lower())
 
     @property
@@ -258,21 +252,21 @@ class FilePrompts(FileBase):
 
 
 class HeldOutFile(FilePrompts):
-    """The file or data-set split with the held-out questions of another question source."""
+    """The file or data-set split with the held-out questions of a question source."""
 
     split_key: ClassVar[str] = "prompts.held_out_split"
     section: str = ""  # config section of the evaluation set; "" if the file has the source's held-out questions
 
     @property
     def key(self) -> str:
-        """The config keys that name the prompt file and, if a split is chosen, the split."""
+        """The config keys that name the file and, if a split is chosen, the split."""
         if self.section:
             return f"{self.section}.path" if self.split is None else f"{self.section}.split = {self.split!r} of path"
         return "prompts.held_out_path" if self.split is None else f"split {self.split!r} of prompts.path"
 
 
 class ColumnSumsPrompts(PromptBase):
-    """Sums of several numbers, with column-by-column demonstrations. The verifier is `exact` with `answer = "tag"`."""
+    """Sums of several numbers, with column-by-column demonstrations, for the verifier `exact` with `answer = "tag"`."""
 
     kind: Literal["column-sums"] = Field(
         "column-sums", description="questions that ask for a sum, with demonstrations that write out the steps"
@@ -301,7 +295,7 @@ class ColumnSumsPrompts(PromptBase):
 
 
 class SortingPrompts(PromptBase):
-    """Questions that consist of several digits, which the policy must sort. The verifier is `exact`."""
+    """Questions of several digits, which the policy must sort, for the verifier `exact`."""
 
     kind: Literal["sorting"] = Field(
         "sorting", description="questions that consist of several digits, which the policy must sort"
@@ -346,8 +340,8 @@ PromptConfig = Annotated[
 
 
 def find_set_faults(sources: Sequence[PromptConfig]) -> Iterator[tuple[str, str, str]]:
-    """Yield the config key, value and fix of each evaluation set whose name cannot be part of a metric's name, or is
-    used twice.
+    """Yield key, value and fix of each evaluation set whose name is used twice, or cannot be part of a metric's
+    name.
     """
     taken = {source.domain for source in sources}
     for which, source in enumerate(sources):

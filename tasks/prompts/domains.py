@@ -1,15 +1,14 @@
-"""Three example question sources, which a run's TOML file names by import path: short programs, lists of words, and
-products that need a tool.
+"""Three example question sources that a recipe names by import path: short programs, lists of words, and products that
+need a tool.
 
     source        a question                                         a right response
     LinePrograms  plus 12, times 3.                                  x=int(input());x+=12;x*=3;print(x)
     WordLists     Write 3 words, with owl, in capitals, last fox.    HEN, OWL, FOX
     LongProducts  4821*7093                                          34195353
 
-The scorer of `LinePrograms` is `code`, with `fenced = false`: every program that prints the right numbers for the
-inputs of the test cases is right. The scorer of `WordLists` is
-`instructions`: every list that follows all constraints is right. The scorer of `LongProducts` is `exact`. Its
-demonstrations call the tool `python` of the environment `tools`.
+The scorer of `LinePrograms` is `code` with `fenced = false`: a program is right if it prints the right numbers. The
+scorer of `WordLists` is `instructions`: a list is right if it follows all constraints. The scorer of `LongProducts` is
+`exact`, and its demonstrations call the tool `python` of the environment `tools`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _DrawnSource(QuestionSource):
     """A question source that draws questions at random. A question depends only on the seed, the stream (training,
     demonstrations or held-out) and the position.
 
-    A question whose key is held out is neither trained on nor demonstrated.
+    A question with a held-out key is neither trained on nor demonstrated.
     """
 
     def __init__(self, *, seed: int, held_out: int) -> None:
@@ -66,9 +65,7 @@ class _DrawnSource(QuestionSource):
 
 
 class LinePrograms(_DrawnSource):
-    """Questions that ask for a one-line program that changes a number step by step. The key of a question about a
-    program consists of the program's steps.
-    """
+    """Questions that ask for a one-line program that changes a number step by step, with the steps as the key."""
 
     def __init__(self, *, seed: int, held_out: int, most: int = 3) -> None:
         """Ask for 2 to `most` steps."""
@@ -88,15 +85,15 @@ class LinePrograms(_DrawnSource):
 
 
 def _compute(steps: Sequence[tuple[str, int]], value: int) -> int:
-    """Return the result of applying the steps of a program to an input."""
+    """Apply the steps of a program to an input, and return the result."""
     for verb, number in steps:
         value = {"plus": value + number, "minus": value - number, "times": value * number}[verb]
     return value
 
 
 class WordLists(_DrawnSource):
-    """Questions that ask for a list of words under constraints, in the format of the IFEval benchmark. The key of a
-    question about a list of words is the set of constraints.
+    """Questions that ask for a list of words under constraints, in the format of the IFEval benchmark; the constraints
+    are the key.
     """
 
     def __init__(self, *, seed: int, held_out: int, most: int = 5) -> None:
@@ -133,9 +130,9 @@ class WordLists(_DrawnSource):
 
 
 class LongProducts(_DrawnSource):
-    """Questions that ask for the product of two numbers. The key of a question consists of both numbers in order.
+    """Questions that ask for the product of two numbers; both numbers in order are the key.
 
-    All products have the same number of digits, because a policy of only two layers copies a tool's result by position.
+    All products have the same number of digits, because a policy of two layers copies a tool's result by position.
     """
 
     def __init__(self, *, seed: int, held_out: int, digits: int = 4) -> None:

@@ -1,15 +1,13 @@
-"""Epochs of prompt sources that ask the policy solved questions less often (`prompts.solved_every`).
+"""Epochs of prompt sources that ask solved questions less often (`prompts.solved_every`).
 
     epoch 0    asks every question
     epoch k    asks every unsolved question, and each solved question in one of `solved_every` epochs
 
-A question is *solved* if the group of responses to the question in the previous epoch had at least the pass rate
-`solved_from`, or if the previous epoch skipped the question. A question whose group of responses is not complete counts
-as unsolved. Every question is asked in at least one of any `solved_every` consecutive epochs.
+A question is *solved* if its pass rate in the previous epoch was at least `solved_from`, or if the previous epoch
+skipped it. A question whose group of responses is not complete counts as unsolved.
 
-The scheduler appends an entry `EpochStarted` to the run's log before it issues the first prompt of an epoch. An
-`EpochStarted` entry is computed from earlier log entries, so an audit can compute it again. A restarted scheduler reads
-the `EpochStarted` entry of the epoch, and issues the same prompts as before.
+The scheduler appends an entry `EpochStarted` to the log before the first prompt of an epoch. A restarted scheduler
+reads the entry of the epoch, and issues the same prompts.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class EpochSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SkipRule:
-    """The rule that says when a question counts as solved, and how often the policy is asked solved questions."""
+    """The rule that decides when a question is solved, and how often solved questions are asked."""
 
     every: int
     solved_from: float
@@ -56,7 +54,7 @@ class SkipRule:
         return cls(config.solved_every, config.solved_from)
 
     def is_solved(self, rate: PassRate) -> bool:
-        """Return whether a question counts as solved if its group of responses has this pass rate."""
+        """Return whether a question with this pass rate counts as solved."""
         return rate.correct / rate.responses >= self.solved_from
 
     def choose_skipped(self, number: int, solved: Iterable[int]) -> tuple[int, ...]:
@@ -65,7 +63,7 @@ class SkipRule:
 
 
 def list_asked(order: Sequence[int], skipped: Iterable[int]) -> list[int]:
-    """Return the indices, in an epoch's order of all questions, of the questions that the epoch does not skip."""
+    """Return the indices, in the order of an epoch, of the questions that are not skipped."""
     gone = frozenset(skipped)
     return [place for place, question in enumerate(order) if question not in gone]
 
@@ -80,23 +78,23 @@ class _Head(NamedTuple):
 
 
 class Epochs:
-    """The epochs in the run's log of all prompt sources that skip solved questions. See the module's docstring."""
+    """The epochs of all prompt sources that skip solved questions, as recorded in the log."""
 
     def __init__(self, log: Log, configs: Sequence[object], sources: Sequence[object]) -> None:
-        """Find the prompt sources among `configs` that skip solved questions; `sources` has the questions of each
-        prompt source.
+        """Find the prompt sources in `configs` that skip solved questions; `sources` has the questions of each prompt
+        source.
         """
         self._log, self._count = log, len(configs)
         self._rules = {which: SkipRule.of(one) for which, one in enumerate(configs) if skips_solved(one)}
         self._sources: dict[int, EpochSource] = {which: sources[which] for which in self._rules}  # type: ignore[misc]
         self._heads: dict[int, _Head] = {}  # entry -> what is kept of it
         self._asked = lru_cache(CACHED)(self._read_asked)
-        # caches epochs, so that issuing prompts does not wait for storage
+        # The epochs are cached, so that issuing prompts does not wait for storage.
         for prompt in log.state.open if self._rules else ():
             self.locate(prompt % self._count, prompt // self._count)
 
     def locate(self, source: int, position: int) -> int:
-        """Return the position that the prompt at `position` of a source would have if no epoch skipped a question.
+        """Return the position that the prompt would have if no epoch skipped a question.
 
         Raises:
             Corrupt: no epoch in the log contains the prompt.
@@ -115,8 +113,7 @@ class Epochs:
         raise Corrupt(f"prompt {position} of source {source} belongs to no epoch of {self._log.store.uri}")
 
     def start(self, writer: Writer, source: int, position: int) -> int:
-        """Append the log entry of the epoch that contains a position, unless the log has the entry; return the epoch's
-        end.
+        """Append the log entry of the epoch at a position, unless it exists; return the end of the epoch.
 
         Raises:
             Deposed: a newer process has replaced this process as the run's scheduler.
@@ -124,7 +121,7 @@ class Epochs:
         log = writer.log
         while (newest := log.state.epochs[source]).end <= position:
             decision = _Decision(self, log, source, newest)
-            # read most log entries before the append, because the append blocks other appends
+            # Most log entries are read before the append, because an append blocks other appends.
             decision.read_rates(log.state.n)
             try:
                 writer.append(decision)
@@ -137,7 +134,7 @@ class Epochs:
     def propose(
         self, source: int, last: EpochStarted | None, entry: int | None, rates: Mapping[int, PassRate]
     ) -> EpochStarted:
-        """Return the `EpochStarted` entry that must follow epoch `last`, which the log entry `entry` started.
+        """Return the `EpochStarted` entry that must follow epoch `last`, which log entry `entry` started.
 
         Args:
             rates: pass rates by prompt, from the log entries between the start of epoch `last` and the start of the new
@@ -167,8 +164,8 @@ class Epochs:
 
 
 class _Decision:
-    """Computes the `EpochStarted` log entry of a prompt source's next epoch from earlier log entries. An append to the
-    log calls a `_Decision` at each attempt.
+    """Computes the `EpochStarted` entry of a prompt source's next epoch from earlier log entries, at each attempt to
+    append it.
     """
 
     def __init__(self, epochs: Epochs, log: Log, source: int, newest: EpochPlace) -> None:
@@ -178,7 +175,7 @@ class _Decision:
         self._rates, self._read = PassRates(), newest.entry
 
     def read_rates(self, n: int) -> None:
-        """Read the pass rates of prompts from the run's log, up to log entry `n`."""
+        """Read the pass rates of prompts from the log, up to entry `n`."""
         if self._last is not None:
             for written in iterate_written(self._log, self._read + 1, n):
                 self._rates.add(written.entry)
@@ -192,8 +189,8 @@ class _Decision:
 
 
 def share_skipped(state: RunState, domains: Sequence[str]) -> dict[str, float]:
-    """Return the share of questions that the newest epoch of each domain skips; `domains` lists the domain of each
-    prompt source. The result omits domains whose prompt sources never skip solved questions.
+    """Return, for each domain, the share of questions that its newest epoch skips; `domains` has the domain of each
+    prompt source. Domains whose sources never skip questions are left out.
     """
     asked, skipped = Counter[str](), Counter[str]()
     for source, epoch in state.epochs.items():
@@ -203,9 +200,7 @@ def share_skipped(state: RunState, domains: Sequence[str]) -> dict[str, float]:
 
 
 def list_epochs(log: Log, source: int) -> list[EpochStarted]:
-    """List the epochs of a prompt source, oldest first, from the part of the log that was read; raise `Corrupt` if a
-    log entry is damaged.
-    """
+    """List the epochs of a prompt source, oldest first; raise `Corrupt` if a log entry is damaged."""
     found: list[EpochStarted] = []
     place = log.state.epochs.get(source, EpochPlace())
     entry = None if place.entry == NOBODY else place.entry
@@ -216,7 +211,7 @@ def list_epochs(log: Log, source: int) -> list[EpochStarted]:
 
 
 def skips_solved(config: object) -> TypeGuard[FileBase]:
-    """Return whether a prompt source asks the policy solved questions less often than unsolved ones."""
+    """Return whether a prompt source asks solved questions less often than unsolved ones."""
     return isinstance(config, FileBase) and config.solved_every > 1
 
 

@@ -1,7 +1,7 @@
 """The held-out questions of a run, which evaluations use and training never does.
 
-If any prompt source of a run holds out a question, no source of the run trains on or demonstrates the question. Two
-questions count as the same question if their keys or their normalised texts are equal.
+A question that one source holds out is neither trained on nor demonstrated by any source. Questions are the same if
+their keys or their normalised texts are equal.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ Split = Literal["text", "key"]
 class HeldOut:
     """A set of held-out questions, shared by all sources of a run.
 
-    With the split "text", which older runs use, each prompt source has its own set, and the exact texts of questions
-    are compared.
+    In older runs (split "text"), each source has its own set, and exact texts are compared.
     """
 
     def __init__(self, split: Split = "key") -> None:

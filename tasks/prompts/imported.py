@@ -1,4 +1,4 @@
-"""Imports a user-defined question source, and checks each question that the source returns."""
+"""Imports a user-defined question source, and checks each question that it returns."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class ImportedSource:
     """Wraps the user-defined `QuestionSource` that `prompts.path` names."""
 
     def __init__(self, config: ImportPrompts, seed: int, count: int, excluded: HeldOut) -> None:
-        """Create the question source; raise `ConfigError` if the user's class does not exist or rejects the options in
-        the run's TOML file.
-        """
+        """Create the question source; raise `ConfigError` if the user's class does not exist or rejects the options."""
         self._config, self._excluded = config, excluded
         contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
         self._own = imported_object(KEY, config, contract, seed=seed, held_out=count)
@@ -52,7 +50,7 @@ class ImportedSource:
         return found
 
     def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
-        """Return the question at `position`, or at a later position if the question at `position` is held out."""
+        """Return the question at `position`, or at a later position if it is held out."""
         for place in range(position, position + TRIES * STEP, STEP):
             call, question = f"{stream}({place})", build_part(KEY, self._config, partial(ask, place))
             self._check(call, question)

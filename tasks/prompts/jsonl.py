@@ -1,10 +1,9 @@
-"""A question source that reads user-defined prompts from a file with one JSON object per line, which has the keys
-`question` and `answer`.
+"""A question source that reads user-defined prompts from a file with one JSON object per line, with the keys `question`
+and `answer`.
 
-The verifier of a response gets as reference the whole JSON object of the prompt's line, including all further keys.
+The reference for the verifier is the whole JSON object.
 
-A prompt file is encoded in UTF-8, with or without a byte order mark. Lines of a prompt file end in LF or CRLF, and
-blank lines are ignored.
+A prompt file is encoded in UTF-8, with or without a byte order mark; blank lines are ignored.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ def read_bytes(config: FileBase, path: str) -> bytes:
 
 
 class JsonlSource:
-    """A `QuestionSource` that reads a prompt file. Each epoch asks every training line of the file once, in random
-    order.
+    """A `QuestionSource` that reads a prompt file, and asks every training line once per epoch, in random order.
 
-    The held-out questions are a share of the file's lines, or all lines of another file in the order of that file.
+    The held-out questions are a share of the lines, or all lines of another file.
     """
 
     def __init__(self, config: FileBase, seed: int, read: Reader, excluded: HeldOut) -> None:
@@ -63,7 +61,7 @@ class JsonlSource:
 
     @cached_property
     def _lines(self) -> list[Question]:
-        """The lines of the training questions, without questions that any prompt source of the run holds out."""
+        """The lines of the training questions, without questions that any source of the run holds out."""
         lines = [question for question in self._others if question not in self._excluded]
         self._left_out["their question is held out"] = len(self._others) - len(lines)
         if (limits := self._config.difficulty) is not None:
@@ -80,7 +78,7 @@ class JsonlSource:
         return lines
 
     def _describe_shortage(self) -> str:
-        """Return why no line is left to train on, with a remedy for the reason that leaves out the most lines."""
+        """Return why no line is left to train on, with a remedy for the most frequent reason."""
         left_out = {why: count for why, count in self._left_out.items() if count}
         most = max(left_out, key=left_out.__getitem__, default="")
         remedy = "lower prompts.held_out or give more lines"
@@ -137,19 +135,17 @@ class JsonlSource:
 
 
 def read_questions(config: FileBase, content: bytes) -> list[Question]:
-    """Return the questions of a prompt file in the order of its lines; raise `ConfigError` for the first line without a
-    question.
+    """Return the questions of a prompt file in the order of its lines; raise `ConfigError` for the first invalid
+    line.
 
-    For a new run, `rows.py` has already checked the lines of the prompt file more strictly. How `read_questions` reads
-    lines must never change, because restarted runs read their prompt files again.
+    `rows.py` checks the lines of a new run more strictly. The result for a file must never change, because restarted
+    runs read their prompt files again.
     """
     return [_read_question(config, number, line) for number, line in numbered_lines(config, content)]
 
 
 def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
-    """Return the non-blank lines of a prompt file with their line numbers, counted from 1; raise `ConfigError` if all
-    lines are blank.
-    """
+    """Return the non-blank lines of a prompt file with line numbers from 1; raise `ConfigError` if there are none."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -163,8 +159,8 @@ def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
 
 
 def judged_part(config: FileBase, answer: str) -> str:
-    """Return the part of a reference answer that is compared with responses; raise `ValueError` if `answer_after` is
-    not in the answer.
+    """Return the part of a reference answer that is compared with responses; raise `ValueError` if it lacks
+    `answer_after`.
     """
     mark = config.answer_after
     if mark and mark not in answer:
@@ -175,10 +171,10 @@ def judged_part(config: FileBase, answer: str) -> str:
 
 
 def read_difficulty(config: FileBase, row: Mapping[str, Any]) -> float:
-    """Return the difficulty of a row of the prompt file, from the column that `prompts.difficulty` names; raise
-    `ValueError` if the value is not a number.
+    """Return the difficulty of a row, from the column that `prompts.difficulty` names; raise `ValueError` if it is not
+    a number.
 
-    In a CSV file, the difficulty is text, which the function parses.
+    Text from a CSV file is parsed.
     """
     assert config.difficulty is not None
     name = config.difficulty.column

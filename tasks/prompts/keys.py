@@ -1,8 +1,6 @@
-"""Canonical keys of questions. Two questions with the same key count as the same question.
+"""Canonical keys of questions; questions with the same key count as the same question.
 
-For example, the key of a sum does not depend on the order of its numbers, and the normalised text does not depend on
-upper and lower case. A question source sets a question's key (`Question.key`), or leaves the key empty to use the
-normalised text of the question.
+For example, the key of a sum ignores the order of its numbers, and the normalised text ignores upper and lower case.
 """
 
 from __future__ import annotations
@@ -14,10 +12,9 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def normalise_text(text: str) -> str:
-    """Return a text in Unicode form NFKC and lower case, with single spaces and without punctuation at the ends of the
-    text.
+    """Return a text in Unicode form NFKC and lower case, with single spaces and without punctuation at its ends.
 
-    A text that consists only of punctuation stays as it is.
+    A text of punctuation only stays as it is.
     """
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     first, last = 0, len(words)
@@ -39,10 +36,10 @@ def split_words(text: str) -> list[str]:
 
 
 def unordered_key(text: str, answer: str) -> str:
-    """Return a key of a question and its answer that ignores the order of words, numbers and signs within each line.
+    """Return a key of a question and its answer that ignores the order of words within each line.
 
-    `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two questions, because their answers
-    differ. A key depends on the order of a text's lines, because lines may be the rows of a grid.
+    `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` have different answers and are two
+    questions. The order of lines counts, because lines may be the rows of a grid.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
     return "\n".join([*lines, normalise_text(answer)])

@@ -1,8 +1,7 @@
 """Checks prompts that are lists of chat messages, and describes such a prompt as text.
 
-A prompt of chat messages needs `prompts.chat = true`, because only a chat template can render messages. Each chat
-message is an object with a `role` and a `content`. Only the first message may have the role "system", and the last
-message has the role "user".
+A prompt of chat messages needs `prompts.chat = true`, because only a chat template can render messages. Only the first
+message may have the role "system", and the last message has the role "user".
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def find_messages_fault(messages: Sequence[Any]) -> str | None:
-    """Return a sentence that says what is wrong with a list of chat messages, or None."""
+    """Return what is wrong with a list of chat messages, or None."""
     if not messages:
         return "the list of messages is empty; give at least one message of the user"
     for number, message in enumerate(messages, 1):
@@ -43,7 +42,7 @@ def _find_message_fault(message: object, first: bool) -> str | None:
         return f"has the role {message['role']!r}; give one of {', '.join(ROLES)}"
     if message["role"] == "system" and not first:
         return "is a system message; put it first"
-    # in a table, every message has all keys, with null for a missing value
+    # In a table, every message has all keys, with null for a missing value.
     if more := [
         key for key, value in message.items() if key not in ("role", "content") and value not in (None, "", [])
     ]:
@@ -52,7 +51,7 @@ def _find_message_fault(message: object, first: bool) -> str | None:
 
 
 def find_question_fault(config: FilePrompts, row: Mapping[str, Any]) -> str | None:
-    """Return a sentence that says what is wrong with a row's list of chat messages or system message, or None."""
+    """Return what is wrong with the chat messages or the system message of a row, or None."""
     asked, system = row["question"], _get_system(config, row)
     if not isinstance(system, str | None):
         return f"{config.label('system')} is of the type {type(system).__name__}; give text or null"
@@ -72,9 +71,7 @@ def find_question_fault(config: FilePrompts, row: Mapping[str, Any]) -> str | No
 
 
 def apply_template(config: PromptBase, asked: Asked) -> Asked:
-    """Put a question into the prompt template of its source. If the question is a list of chat messages, the template
-    applies to the last message.
-    """
+    """Put a question into the prompt template of its source; for chat messages, use the last message."""
     if config.template is None:
         return asked
     if isinstance(asked, str):
@@ -94,20 +91,17 @@ def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:
 
 
 def list_messages(asked: Asked, system: str | None) -> list[Message]:
-    """Return the chat messages of a question, with the source's system message first, unless the question has its
-    own.
-    """
+    """Return the chat messages of a question, after the source's system message unless the question has its own."""
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     before = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
     return [*before, *messages]
 
 
 def describe_asked(asked: Asked) -> str:
-    """Return a question as text, to compute the question's key and to show to people. If the question is a single user
-    message, the function returns the content of the message.
+    """Return a question as text, for its key and for people to read. A single user message is returned as its
+    content.
 
-    The returned text has no system message, so two questions that differ only in the system message count as the same
-    question.
+    System messages are left out, so questions that differ only in them count as the same question.
     """
     if isinstance(asked, str):
         return asked

@@ -1,11 +1,9 @@
 """Finds training questions that are near duplicates of held-out questions.
 
-Two questions with equal keys count as the same question. Two questions that differ in one word may have different keys,
-although one question reveals the answer of the other. The overlap of two questions is the share of the held-out
-question's `N`-word sequences (n-grams) that also occur in the training question. Two questions with an overlap of
-`NEAR` or more are near duplicates. N-grams that occur in more than a tenth of the held-out questions are ignored,
-because they belong to the wording that many questions share. A question with fewer than `N` words has a single n-gram
-of all its words.
+Two questions with different keys may differ in one word, so that one reveals the answer of the other. The overlap is
+the share of the held-out question's `N`-word sequences (n-grams) that also occur in the training question. Questions
+with an overlap of `NEAR` or more are near duplicates. N-grams in more than a tenth of the held-out questions are
+ignored, because many questions share this wording.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ Gram = tuple[str, ...]
 
 
 class NearIndex:
-    """Index of the held-out questions, which finds those that a given training question nearly duplicates."""
+    """An index of the held-out questions, to find those that a training question nearly duplicates."""
 
     def __init__(self, held: Sequence[Question]) -> None:
-        """Map each n-gram, except frequent ones, to the held-out questions that contain the n-gram, and count the
-        n-grams of each question.
+        """Map each n-gram to the held-out questions that contain it, without frequent n-grams, and count the n-grams of
+        each question.
         """
         index: dict[Gram, list[int]] = defaultdict(list)
         for which, question in enumerate(held):

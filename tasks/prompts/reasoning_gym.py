@@ -1,11 +1,10 @@
 """A question source that generates questions with one task family of the library reasoning-gym.
 
-Reasoning-gym generates item i of a data set from the data set's seed plus i. The training, demonstration and evaluation
-streams of a run have seeds that are far apart, so they never overlap. Each position of a stream has `STRIDE` items of
-the family's data set, of which the first one that is not held out is used.
+The training, demonstration and evaluation streams have seeds that are far apart, so they never overlap. Each position
+of a stream has `STRIDE` items, and the first one that is not held out is used.
 
-The key of a reasoning-gym item consists of the item's answer and the sorted words of the item's expression. The key of
-a reasoning-gym item without an expression consists of the item's answer and the sorted words of its question.
+The key of an item consists of its answer and the sorted words of its expression, or of its question if it has no
+expression.
 """
 
 from __future__ import annotations
@@ -89,10 +88,10 @@ class ReasoningGymSource:
 
 
 def _build_key(entry: dict[str, Any]) -> str:
-    """Return the key of a reasoning-gym item, which ignores the order of words and the sentence around the expression.
+    """Return the key of a reasoning-gym item, which ignores the order of words and the sentence around the
+    expression.
 
-    The item's `expression` is ignored if the question does not contain it, because some families store the solution
-    there.
+    An `expression` outside of the question is ignored, because some families store the solution there.
     """
     asked, expression = entry["question"], entry["metadata"].get("expression")
     stands_there = isinstance(expression, str) and expression.strip() and expression in asked

@@ -10,8 +10,8 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class DifficultyRange(Section):
-    """The range of difficulty of the trained rows: a row of the prompt file is trained on if its number in a column is
-    within the range. Rows outside the range are not trained on.
+    """The range of difficulty: only rows of a prompt file whose number in a column is within the range are
+    trained on.
     """
 
     column: str = Field(
@@ -48,7 +48,7 @@ class DifficultyRange(Section):
 
 
 class EvaluationSet(Section):
-    """A file or split whose questions are held out from training and evaluated under the name of the set."""
+    """A file or split whose questions are held out from training, and evaluated under the name of the set."""
 
     path: str | None = Field(
         None,

@@ -1,8 +1,7 @@
 """Parses and checks the rows of a prompt file before a run begins.
 
-Each row is a JSON object. The `question` of a row must be text, and the `answer` text or an integer. An integer answer
-is converted to text. A row is rejected if the question or the answer is a list, a number with a fraction, `true` or
-`null`. An error message names the line of the first invalid row and counts the rows with the same fault.
+Each row is a JSON object, with a text as `question`, and a text or an integer as `answer`. Error messages name the line
+of the first invalid row and the number of rows with the same fault.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class PromptRow:
 
 
 def read_rows(config: FileBase, content: bytes, fault: Fault = lambda reference: None) -> list[PromptRow]:
-    """Parse every row of a prompt file. The function `fault` returns what is wrong with the reference of a row, or
-    None.
+    """Parse every row of a prompt file. `fault` returns what is wrong with the reference of a row, or None.
 
     Raises:
         ConfigError: a row of the prompt file is invalid; the message names the line of the first invalid row.
@@ -74,14 +72,12 @@ def _in_brackets(counts: list[str]) -> str:
 
 
 def _kind(fault: str) -> str:
-    """Return the text of a row's fault without the invalid value in brackets, so that equal faults can be counted
-    together.
-    """
+    """Return a fault without the invalid value in brackets, so that equal faults can be counted together."""
     return fault.partition(" (")[0]
 
 
 def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
-    """Parse a row of a prompt file; if the row is invalid, return a sentence that says why."""
+    """Parse a row of a prompt file; return a sentence that says why if the row is invalid."""
     if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
     twice = list[str]()
@@ -118,8 +114,8 @@ def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
 
 
 def _find_question_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a row's question, or None. The question of a row must be text or, in a table, a list of
-    chat messages.
+    """Return what is wrong with a row's question, or None. A question must be text or, in a table, a list of chat
+    messages.
     """
     messages = isinstance(config, FilePrompts) and isinstance(row.get("question"), list)
     if not messages and (wrong := _find_text_fault(config, row, "question")):

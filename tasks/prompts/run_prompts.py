@@ -1,18 +1,12 @@
-"""The prompts of a run, from all of its question sources. The prompt with a given index depends only on the run's
-config and seed.
+"""The prompts of a run, from all of its question sources. The prompt at an index depends only on the run's config and
+seed, and can be requested at any time.
 
-`prompt(index)` accepts any index at any time, so a restarted scheduler can issue the prompts that were in flight.
+A training prompt that is too long for the policy's context is replaced by a later prompt of its source. A held-out
+prompt that is too long is left out.
 
-A training prompt that is too long for the policy's context is replaced by the prompt at a later position. A held-out
-prompt that is too long for the policy's context is omitted.
+No training prompt and no demonstration has the same question key as a held-out prompt.
 
-Held-out prompts are chosen before any training prompt. No training prompt and no demonstration has the same question
-key as a held-out prompt.
-
-In a run with D question sources, the index of a prompt is position * D + source, so that each source has its own
-sequence of positions.
-
-Demonstrations from several question sources alternate in proportion to the sources' shares.
+With D question sources, the index of a prompt is position * D + source.
 """
 
 from __future__ import annotations
@@ -41,13 +35,13 @@ if TYPE_CHECKING:
     from rollflow.tasks.prompts.epochs import Epochs
 
 log = logging.getLogger(__name__)
-# number of later positions that are tried if a prompt is too long, and the distance between them
+# number of later positions that are tried after a prompt that is too long, and the distance between them
 TRIES, LEAP = 64, 100_003
 SAMPLED = 16  # number of training questions that the hash of a question source covers
 
 
 class RunPrompts:
-    """The prompts of a run. The module's docstring lists the guarantees."""
+    """The prompts of a run, with the guarantees of the module's docstring."""
 
     def __init__(
         self,
@@ -83,7 +77,7 @@ class RunPrompts:
         self._replaced: set[int] = set()  # question sources for which a warning about a replaced prompt was logged
         self._credit = [0.0] * len(configs)
         self._shares = sum(c.share for c in configs)
-        # one thread, so that prompts are found in the order in which they were requested
+        # a single thread, so that prompts are found in the order of the requests
         self._thread = ThreadPoolExecutor(1) if any(config.is_slow for config in configs) else None
 
     def prompt(self, index: int) -> Prompt:
@@ -91,15 +85,15 @@ class RunPrompts:
         return self.find(index)[0]
 
     def request(self, index: int) -> Prompt | Awaitable[Prompt]:
-        """Return the training prompt at `index`. For a slow question source, return an awaitable: a thread finds the
-        prompt, so that the event loop is not blocked.
+        """Return the training prompt at `index`, or an awaitable for a slow question source. A thread finds the prompt
+        of a slow source, so that the event loop is not blocked.
         """
         if self._thread is None:
             return self.prompt(index)
         return asyncio.get_running_loop().run_in_executor(self._thread, self.prompt, index)
 
     def find(self, index: int) -> tuple[Prompt, Question]:
-        """Return the training prompt at `index` and the question from which the prompt was made."""
+        """Return the training prompt at `index`, with its question."""
         position, which = divmod(index, len(self.sources))
         place = self._locate(which, position)
         return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, place)
@@ -110,13 +104,11 @@ class RunPrompts:
         return self.sources[which].training(self._locate(which, position))
 
     def _locate(self, which: int, position: int) -> int:
-        """Return the position that a prompt would have in its source if the source skipped no questions."""
+        """Return the position that a prompt would have in its source if no questions were skipped."""
         return self.epochs.locate(which, position) if self.epochs else position
 
     def is_held_out(self, which: int, question: Question) -> bool:
-        """Return whether the question is held out, so that question source number `which` must not train on the
-        question.
-        """
+        """Return whether the question is held out, so that source number `which` must not train on it."""
         return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
@@ -147,11 +139,10 @@ class RunPrompts:
         return prompts
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
-        """Return the prompts of each evaluation set. The domain of the prompts in metrics is the name of the evaluation
-        set.
+        """Return the prompts of each evaluation set, whose name is their domain in metrics.
 
-        The indices of the prompts in evaluation sets follow the indices of the held-out prompts. A prompt that is too
-        long for the policy's context is omitted or raises an error, as `too_long` says.
+        The indices of these prompts follow the indices of the held-out prompts. A prompt that is too long is left out
+        or raises an error, as `too_long` says.
         """
         found: dict[str, list[Prompt]] = {}
         index = self._held_out
@@ -190,17 +181,13 @@ class RunPrompts:
         )
 
     def sha256(self, which: int) -> str:
-        """Hash the texts and answers of a question source's held-out questions and first `SAMPLED` training
-        questions.
-        """
+        """Hash the held-out questions and the first `SAMPLED` training questions of a source, with their answers."""
         source, share = self.sources[which], -(-self._held_out // len(self.sources))
         asked = [*source.held_out(share), *(source.training(position) for position in range(SAMPLED))]
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
 
     def texts(self, count: int) -> list[str]:
-        """Return the texts of `count` demonstrations, from which a tokenizer's vocabulary is built: the questions, what
-        the policy says, and what the environment adds.
-        """
+        """Return the texts of `count` demonstrations, from which the vocabulary of a tokenizer is built."""
         places = [self._assign_place(index) for index in range(count)]
         found = list[str]()
         for which, position in places:
@@ -234,9 +221,9 @@ class RunPrompts:
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
     ) -> tuple[Prompt, Question]:
-        """Return the prompt at `position` of a question source, or at a later position if the prompt is too long.
+        """Return the prompt at `position` of a question source, or at a later position if it is too long.
 
-        All processes of a run try the same later positions, so they all return the same prompt.
+        All processes of a run try the same later positions.
         """
         for place in range(position, position + TRIES * LEAP, LEAP):
             question = ask(place)
@@ -264,14 +251,14 @@ class RunPrompts:
 
 
 def _list_turns(question: Question) -> list[str]:
-    """List the texts of a demonstrated episode: what the policy says, and what the environment adds."""
+    """List the texts of a demonstrated episode: those of the policy and those of the environment."""
     return [text for turn in question.turns for text in (turn.said, *(reply["content"] for reply in turn.replies))]
 
 
 def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
-    """Return the set of held-out questions for each question source; with the split "key", all sources share one set.
+    """Return the set of held-out questions for each source; with the split "key", all sources share one set.
 
-    Even with the split "text", sources of column sums compare question keys, which contain the sorted numbers.
+    Sources of column sums compare keys even with the split "text".
     """
     if split == "key":
         return [HeldOut()] * len(configs)

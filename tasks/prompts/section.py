@@ -19,8 +19,8 @@ class PromptBase(Section):
         1.0,
         gt=0,
         allow_inf_nan=False,
-        description="relative weight of this prompt source: the share of trained prompts that come from this source is "
-        "its weight divided by the sum of the weights of all sources",
+        description="relative weight of this prompt source: its share of the trained prompts is its weight divided by "
+        "the sum of all weights",
     )
     chat: bool = Field(False, description="whether the tokenizer's chat template is applied to each question")
     template: str | None = Field(
@@ -33,8 +33,8 @@ class PromptBase(Section):
     )
     too_long: Literal["refuse", "drop"] = Field(
         "refuse",
-        description="what happens to a prompt that is so long that a response of engine.max_new_tokens does not fit "
-        "into the model's context. refuse: the run is refused before it starts; drop: the prompt is left out",
+        description="what happens to a prompt that leaves no room for a response of engine.max_new_tokens in the "
+        "model's context. refuse: the run is refused before it starts; drop: the prompt is left out",
     )
     reward: str | None = Field(
         None,
@@ -43,15 +43,11 @@ class PromptBase(Section):
 
     @property
     def is_slow(self) -> bool:
-        """True if finding a prompt may take long, so that the scheduler must not wait for the prompt in its event
-        loop.
-        """
+        """True if finding a prompt may take long, so that the scheduler must not wait in its event loop."""
         return False
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
-        """Return the name of the scorer of a question with this reference; the name "" means the scorer of
-        `[reward]`.
-        """
+        """Return the name of the scorer of a question with this reference; "" means the scorer of `[reward]`."""
         return self.reward or ""
 
     @model_validator(mode="after")

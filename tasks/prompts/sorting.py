@@ -1,11 +1,10 @@
-"""A question source that asks the policy to sort digits. The reference answer is computed by Python's `sorted`.
+"""A question source that asks the policy to sort digits.
 
     Sort 31415.
     11345
 
 The run's seed splits the multisets of digits into two parts, for training and for evaluation. A held-out multiset is
-never asked in training nor demonstrated, in any order of its digits. Every held-out multiset is one question, and an
-evaluation takes the first held-out questions.
+never asked in training or demonstrated, in any order of its digits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Converts a table of prompts (JSON lines, CSV, Parquet or a saved data set) to JSON lines.
 
-A run stores the converted JSON lines and reads prompts only from these lines, so a prompt never depends on the version
-of a library. Line n of the JSON lines is row n of the table. For a CSV file, line n of the JSON lines is the row that
-begins in line n of the file, or is blank if no row of the table begins in line n. The conversion renames columns as
-`prompts.columns` says. The module `rows.py` checks the values of the converted lines.
+A run stores the JSON lines and reads prompts only from them, so a prompt never depends on the version of a library.
+Line n is row n of the table or, for a CSV file, the row that begins in line n of the file. Columns are renamed as
+`prompts.columns` says.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Numbered = Iterable[tuple[int, Row]]
 
 
 def read_file(config: FileBase) -> bytes:
-    """Return the current content of a question source's file as JSON lines, converting a table if necessary.
+    """Return the current content of a question source's file as JSON lines, converted from a table if necessary.
 
     Raises:
         ConfigError: the file cannot be read, or lacks a required column.
@@ -62,7 +61,7 @@ def convert_table(config: FilePrompts) -> bytes:
 
 
 def _rename_lines(config: FilePrompts, content: bytes) -> bytes:
-    """Rename the columns of JSON lines. A line that is not a JSON object is left for `rows.py` to report."""
+    """Rename the columns of JSON lines; invalid lines are left for `rows.py` to report."""
     if not config.columns and not config.json_columns:
         return content
     try:
@@ -88,8 +87,8 @@ def _rename_line(config: FilePrompts, number: int, line: str) -> str:
 
 
 def _rename(config: FilePrompts, number: int, row: Mapping[str, Any]) -> Row:
-    """Return a row with columns renamed as `prompts.columns` says. A column is dropped if another column is renamed to
-    the same name.
+    """Return a row with columns renamed as `prompts.columns` says. A column is dropped if another column gets its
+    name.
     """
     row = {**row, **{name: _parse(config, number, name, row[name]) for name in config.json_columns if name in row}}
     mapped = {name: row[column] for name, column in config.columns.items() if column in row}

@@ -1,12 +1,11 @@
 """Collects the warnings of a Ray actor's process, from Python's `logging` and `warnings`, for the actor's status.
 
-If several warnings within `AGAIN_SECONDS` differ only in numbers, only the first warning is kept. At most `KEPT`
-warnings of a process are kept within `AGAIN_SECONDS`. A child process sends its warnings to the process of the Ray
-actor that started it.
+Of warnings that differ only in numbers, only the first within `AGAIN_SECONDS` is stored. At most `KEPT` warnings of a
+process are stored within `AGAIN_SECONDS`. A child process sends its warnings to the actor that started it.
 
     child process of an actor --one datagram per text--> the actor's process
 
-The child process never waits: a datagram for which the socket has no room is lost.
+Child processes never wait: a warning is lost if the socket has no room for it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Warnings(logging.Handler):
     """Logging handler that keeps the newest warnings of this process."""
 
     def __init__(self, actor: str, told: Callable[[ActorWarning], None] = lambda warned: None) -> None:
-        """Keep warnings under the name `actor`. Call `told` with each warning that is kept."""
+        """Store warnings under the name `actor`, and call `told` with each of them."""
         super().__init__(logging.WARNING)
         self._told = told
         self._actor, self._process = actor, f"{socket.gethostname()}:{os.getpid()}"
@@ -60,7 +59,7 @@ class Warnings(logging.Handler):
         self._looked = float("-inf")
 
     def read(self) -> Sequence[ActorWarning]:
-        """Return the newest warnings of this process. A reader recognises new warnings by their numbers."""
+        """Return the newest warnings of this process, which are numbered."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             self.attach()
@@ -78,12 +77,12 @@ class Warnings(logging.Handler):
                 logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text of a log record, unless the limits on the number of warnings are reached."""
+        """Store the text of a log record, unless the limits on the number of warnings are reached."""
         self._keep_text(_format_record(record))
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Hold the handler's lock during a `with` block, as `logging` does while it calls `emit`."""
+        """Acquire the handler's lock during a `with` block, as `logging` does for `emit`."""
         self.acquire()
         try:
             yield
@@ -118,7 +117,7 @@ def open_socket() -> socket.socket:
 
 
 def send_to(ear: socket.socket, who: str, rank: int | None = None) -> None:
-    """Send this process's warnings to its parent process, under the name `who`. Call `send_to` after all imports."""
+    """Send this process's warnings to its parent process, under the name `who`; call this after all imports."""
 
     def send(warned: ActorWarning) -> None:
         with contextlib.suppress(OSError):  # a warning is lost if the socket is full or closed
@@ -142,10 +141,7 @@ def _create_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def _receive() -> Iterator[tuple[str, int | None, str]]:
-    """Yield sender, rank and text of each warning that child processes sent since the last read.
-
-    Ignore invalid datagrams.
-    """
+    """Yield sender, rank and text of each new warning of child processes, without invalid messages."""
     with contextlib.suppress(BlockingIOError):
         while True:
             data = _get_sockets()[0].recv(2**16, socket.MSG_DONTWAIT)

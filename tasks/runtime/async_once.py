@@ -1,7 +1,4 @@
-"""Computes a value once, when it is first requested.
-
-If the computation fails, the next request computes the value again.
-"""
+"""Computes a value once, when it is first requested; after a failure, the next request computes it again."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class AsyncOnce(Generic[Made]):
         self._task: asyncio.Task[Made] | None = None
 
     async def get(self) -> Made:
-        """Wait until the value is computed, and return the value. Raise the error if the computation failed."""
+        """Wait until the value is computed, and return it; raise the error of a failed computation."""
         if self._task is None or self._has_failed(self._task):
             self._task = asyncio.create_task(self._make())
         return await asyncio.shield(self._task)

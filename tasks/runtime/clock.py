@@ -1,8 +1,8 @@
 """Runs asyncio code on a virtual clock, as fast as the processor allows.
 
-`run_virtual(coroutine)` runs a coroutine on an event loop whose time jumps to the next timer whenever no task is ready.
-Code that waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. The coroutine
-passed to `run_virtual` must not use threads or sockets.
+`run_virtual(coroutine)` uses an event loop whose time jumps to the next timer whenever no task is ready. Code that
+waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. The coroutine must not use
+threads or sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Selector that advances the virtual time to the next timer instead of sleeping."""
+    """Advances the virtual time to the next timer instead of sleeping."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         super().__init__()

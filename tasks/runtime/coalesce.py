@@ -1,8 +1,7 @@
-"""Combines concurrent requests into large calls: requests made in one iteration of the event loop share a call.
+"""Combines concurrent requests: all requests in one iteration of the event loop share one call.
 
-A call to a Ray actor costs about a millisecond, however little data the call carries. On a small machine a call may
-take longer than the work that the call requests. `Coalescer` turns concurrent calls of `ask` into one call with a list
-of questions. Each answer is delivered as soon as it arrives, without waiting for all other answers of the call.
+A call to a Ray actor costs about a millisecond, often more than the requested work. `Coalescer` turns concurrent calls
+of `ask` into one call with a list of questions. Each answer is delivered as soon as it arrives.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Coalescer(Generic[Question, Answer]):
     async def ask(self, question: Question) -> Answer:
         """Ask one question and return its answer.
 
-        If the call that contains the question fails, raise the call's error.
+        An error of the shared call is raised for each of its questions.
         """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if not self._waiting:

@@ -1,4 +1,4 @@
-"""Measures the CPU seconds that a process and its descendants use. An actor reports the CPU seconds in its status."""
+"""Measures the CPU seconds that a process and its descendants use, for the status of an actor."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LOOK_SECONDS = 10.0  # seconds between two measurements of the CPU time, because
 
 
 def own_cost(role: str, process: psutil.Process) -> CpuCost:
-    """Measure the CPU seconds of a process without its children. Raise `psutil.Error` if the process has ended."""
+    """Measure the CPU seconds of a process without its children; raise `psutil.Error` if the process has ended."""
     used = process.cpu_times()
     return CpuCost(role, _name(process), round(used.user + used.system, 2))
 
 
 def below_cost(role: str, process: psutil.Process) -> CpuCost:
-    """Measure the CPU seconds of all descendants of a process, including descendants that have ended."""
+    """Measure the CPU seconds of all descendants of a process, including those that have ended."""
     ended = process.cpu_times()
     seconds = ended.children_user + ended.children_system
     for child in process.children(recursive=True):
@@ -49,10 +49,7 @@ class CpuClock:
         self._costs: list[CpuCost] = []
 
     def read(self) -> list[CpuCost]:
-        """Return the newest measurement of the CPU seconds.
-
-        Measure again if the newest measurement is older than `LOOK_SECONDS`.
-        """
+        """Return the CPU seconds, measured again if the last measurement is older than `LOOK_SECONDS`."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked, me = time.monotonic(), psutil.Process()
             self._costs = [own_cost(self._role, me)]

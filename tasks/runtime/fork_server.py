@@ -1,12 +1,10 @@
 """Starts a fork server for `multiprocessing` as a copy of this process, so that no module is imported a second time.
 
-The fork server ends with the process that started the fork server, even if that process is killed. If the fork server
-dies, `multiprocessing` starts another fork server: a new interpreter that imports the modules in `otherwise`. Processes
-forked from such a new interpreter start more slowly, but compute the same results.
+The fork server ends with the process that started it, even if that process is killed. If the fork server dies,
+`multiprocessing` starts a new interpreter that imports the modules in `otherwise`.
 
-Start the fork server right after the imports, before the process starts threads. If a thread holds a lock while the
-process is forked, the forked copy may wait for this lock forever. The threads that OpenBLAS and jemalloc start during
-their import handle a fork themselves.
+The fork server must be started before the process starts threads. A copy of a process with threads could wait forever
+for a lock that a thread holds.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         raise RuntimeError("start the fork server once, before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
-    # without this call, the garbage collector would write to memory that is shared with the fork, and so copy it
+    # without this, the garbage collector would write to memory that is shared with the fork, and so copy it
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
@@ -67,7 +65,7 @@ def _serve(listener: int, alive: int) -> NoReturn:
         with contextlib.suppress(SystemExit):  # the normal end of `main`
             forkserver.main(listener, alive, ())
     finally:
-        os._exit(0)  # the exit handlers may run only in the process that started the fork server
+        os._exit(0)  # exit handlers may run only in the process that started the fork server
 
 
 def leave_alive_to_owner() -> None:
@@ -78,8 +76,7 @@ def leave_alive_to_owner() -> None:
 def be_named(*line: str) -> None:
     """Set the name (at most 15 bytes) of this forked process, and its command line if there is room for it.
 
-    The package setproctitle cannot be used: it does nothing if the first environment variable was changed since the
-    process started.
+    The package setproctitle does nothing if the first environment variable was changed since the process started.
     """
     if sys.platform.startswith("linux"):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,7 @@
 """Tunes Python's garbage collector for Ray actors that handle every response.
 
-The garbage collector runs after a certain number of allocations, and each new coroutine is an allocation. With Python's
-default settings, the garbage collector takes a third of the rollout scheduler's time. The garbage collector spends
-almost all of its time on imported modules and on running requests, where it finds no garbage.
+With Python's default settings, the garbage collector takes a third of the rollout scheduler's time. Almost all of its
+time is spent on imported modules and running requests, where there is no garbage.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ OLDER = 20  # number of collections of a generation of objects for each collecti
 
 
 def spare_collector() -> None:
-    """Make the garbage collector run less often and ignore all present objects.
-
-    Call `spare_collector` after all imports.
-    """
+    """Make the garbage collector run less often and ignore all present objects; call this after all imports."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, OLDER, OLDER)
@@ -27,7 +23,7 @@ def spare_collector() -> None:
 
 @contextmanager
 def pause_collector() -> Iterator[None]:
-    """Pause the garbage collector during a `with` block that imports modules, because modules are no garbage."""
+    """Pause the garbage collector during a `with` block that imports modules, which are no garbage."""
     gc.disable()
     try:
         yield

@@ -1,12 +1,10 @@
 """Imports user-defined parts of a run, such as a scorer, by import path ("my_package.rewards:score").
 
-A run records import paths in its config, and the run's processes read these paths from storage. An import path may name
-only a function annotated to return the expected type, or a class derived from the expected base class. A config cannot
-call any other function of an installed package. A function that returns plain numbers is accepted as a scorer if its
-arguments have a scorer's names.
+Import paths are part of the recorded config, so a path may name only certain functions and classes. A path may name
+only a function annotated to return the expected type, or a class derived from the expected base class. A function that
+returns plain numbers is a scorer if its arguments have a scorer's names.
 
-Every process of a run imports the user-defined parts that the process needs. On every node of the cluster, the package
-of a part must be installed, or the folder of the package must be in PYTHONPATH.
+The package of a part must be installed on every node, or its folder must be in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ T = TypeVar("T")
 def imported_function(
     key: str, part: Imported, returns: type, accepts: Callable[[FunctionType, Any], bool] | None = None
 ) -> FunctionType:
-    """Import the user-defined function that `part` names. `key` is the config section of the user-defined part.
+    """Import the user-defined function that `part` names. `key` is the config section of the part.
 
     Args:
         returns: the function must be annotated to return this type.
@@ -54,7 +52,7 @@ def imported_function(
 
 
 def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
-    """Import the user-defined class that `part` names. `key` is the config section of the user-defined part.
+    """Import the user-defined class that `part` names. `key` is the config section of the part.
 
     Raises:
         ConfigError: the class does not exist, or does not derive from `contract`.
@@ -72,7 +70,7 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
 def imported_object(key: str, part: Imported, contract: type[T], *, optional: str = "", **arguments: object) -> T:
     """Create an object of the user-defined class that `part` names, from `arguments` and the part's options.
 
-    The user-defined class need not define the method that `optional` names.
+    The class need not define the method that `optional` names.
 
     Raises:
         ConfigError: the class does not exist, rejects the options, or lacks a required method of `contract`.
@@ -93,7 +91,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
 def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
     """Check that a user-defined class has a method with the right arguments.
 
-    Without the method, every response would fail.
+    A wrong method would make every response fail.
     """
     name = promised.__name__
     method = getattr(own, name)
@@ -111,7 +109,7 @@ def _check_method(key: str, part: Imported, own: object, promised: FunctionType)
 
 
 def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
-    """Call `make`, which creates a user-defined part. Raise any error of `make` as a `ConfigError`."""
+    """Call `make`, which creates a user-defined part; raise any error as a `ConfigError`."""
     try:
         return make()
     except ConfigError:
@@ -138,7 +136,7 @@ def _find_attribute(key: str, part: Imported) -> Any:
         raise _build_error(
             key, part, f"the module {module} has no {name}; name something that the module has"
         ) from None
-    # any error is possible here, because the module may compute its attributes
+    # Any error is possible here, because the module may compute its attributes.
     except (Exception, SystemExit) as error:
         raise _build_error(key, part, f"the module failed with {_describe_error(error)}; correct the module") from error
 
@@ -164,8 +162,7 @@ def _import_module(key: str, part: Imported, name: str) -> ModuleType:
 def _check_place(key: str, part: Imported, module: ModuleType) -> None:
     """Reject a user-defined module that was found by a relative path in PYTHONPATH.
 
-    Other processes of the run would not find a module by a relative path, because each process has its own working
-    directory.
+    Other processes of the run have other working directories and would not find the module.
     """
     file = Path(getattr(module, "__file__", None) or os.devnull)
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -181,7 +178,7 @@ def _check_place(key: str, part: Imported, module: ModuleType) -> None:
 
 
 def read_return_type(function: Callable[..., Any]) -> Any:
-    """Return a function's return annotation, or None if there is no annotation or it cannot be evaluated."""
+    """Return a function's return annotation, or None if there is none or it cannot be evaluated."""
     try:
         return typing.get_type_hints(function).get("return")
     except Exception:  # noqa: BLE001 - only a type checker can read these annotations

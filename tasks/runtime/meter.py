@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class BusyMeter:
     """Adds up the time in which a stage was busy, since the first call of `begin` or `busy`.
 
-    Another thread may call `idle_share`.
+    `idle_share` may be called in another thread.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class BusyMeter:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Count the time in which a `with` block runs as busy."""
+        """Count the time of a `with` block as busy."""
         self.begin()
         self._since = time.monotonic()
         try:
@@ -35,7 +35,7 @@ class BusyMeter:
             self._since = None
 
     def idle_share(self) -> float:
-        """Return the share of the time since `begin` that was not busy. Before `begin`, the share is 0."""
+        """Return the share of the time since `begin` that was not busy; 0 before `begin`."""
         if self._began is None:
             return 0.0
         now, since = time.monotonic(), self._since

@@ -1,9 +1,6 @@
-"""Checks the names that users give to runs and recipes (config files), because names become parts of paths.
+"""Checks the names of runs and recipes (config files), because they become parts of paths.
 
-A run id is plain ASCII, begins with a letter or a digit, and contains neither "/" nor a space. If a run id is appended
-to the path of the folder of all runs, the result is directly inside this folder. A run id that a user enters is checked
-by `run_id`, or by the types in the form of a Prefect deployment. The module `names` imports no third-party package
-except pydantic.
+A run id is plain ASCII, begins with a letter or a digit, and contains neither "/" nor a space.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from pydantic import StringConstraints, WithJsonSchema
 from rollflow.storage.errors import ConfigError
 
 LONGEST = 100
-# a run id is a recipe's name, followed by the time or by the end of a Prefect flow run's id
+# A run id is the name of a recipe, followed by the time or by the end of a Prefect flow run's id.
 LONGEST_RECIPE = LONGEST - 20
 _RUN_ID = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}"
 _RECIPE = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RECIPE - 1}}}"
@@ -38,7 +35,7 @@ RunPlace = Annotated[
 def is_number(text: str) -> bool:
     """Return whether a text has the form of a policy version (`7`) or a trajectory (`12.0.3`).
 
-    No new run gets an id of the form of a number, because a command could not tell the run id from a policy version.
+    No new run gets an id of this form, because a command could not tell it from a policy version.
     """
     return re.fullmatch(r"[0-9]+(\.[0-9]+){0,2}", text) is not None
 

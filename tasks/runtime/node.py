@@ -31,7 +31,7 @@ def find_interface(address: str) -> str | None:
 
 
 def cache_in(home: Path) -> Path:
-    """Return this node's own folder for fetched files below `home`, a folder that several nodes may share."""
+    """Return this node's folder for fetched files below `home`, which several nodes may share."""
     return home / "fetched" / (platform.node() or "node")
 
 
@@ -39,12 +39,12 @@ def _find_home() -> Path:
     """Return the folder `ROLLFLOW_HOME` if it is set, else `~/.rollflow` if writable, else a temporary folder."""
     if given := os.environ.get("ROLLFLOW_HOME"):
         return Path(given).expanduser().absolute()
-    own = Path(os.path.expanduser("~/.rollflow"))  # `Path.expanduser` raises for a user without a home
+    own = Path(os.path.expanduser("~/.rollflow"))  # `Path.expanduser` raises an error for a user without a home
     return own if own.is_absolute() and _create_writable(own) else _create_temporary()
 
 
 def _create_writable(folder: Path) -> bool:
-    """Create a folder if it does not exist. Return whether this process may write into the folder."""
+    """Create a folder if it is missing; return whether this process may write into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -53,9 +53,9 @@ def _create_writable(folder: Path) -> bool:
 
 
 def _create_temporary() -> Path:
-    """Return a temporary folder, after checking that no other user created the folder or may write into it.
+    """Return a temporary folder, after checking that no other user created it or may write into it.
 
-    The owner of the temporary folder is checked because another user could guess the folder's name.
+    Another user could guess the name of the folder.
     """
     folder = Path(tempfile.gettempdir(), f"rollflow-{os.getuid()}")
     try:

@@ -4,9 +4,8 @@
     a new recipe       -->  `Renames.refusals`  refused, with today's name
 
 Guarantees:
-- A stored config keeps its names: the hash of the config is the hash of the stored tree, and a change of a run's config
-  is recorded with the names in the run's stored config (`Renames.undo`).
-- Only the readers of stored configs translate names. No new recipe, `--set`, form or file may use an earlier name.
+- A stored config keeps its names, and so its hash; a change is recorded with the same names (`Renames.undo`).
+- Only the readers of stored configs translate names. No new recipe, `--set`, form or file may use an old name.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class Renames:
 
     `keys` maps the old dotted name of a key to its present name in the same section.
 
-    `values` maps the present name of a config key to a map from the key's old values to its present values. `removed`
-    contains the config keys that no longer have an effect. `kinds` maps a section and its kind, such as ("environment",
-    "trl"), to the renamed keys of this kind: old name -> present name.
+    `values` maps the present name of a key to a map from its old values to its present values. `removed` contains keys
+    that no longer have an effect. `kinds` maps a section and its kind, such as ("environment", "trl"), to the renamed
+    keys of this kind.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -35,9 +34,9 @@ class Renames:
     kinds: Mapping[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
 
     def apply(self, tree: Tree, prefix: str = "") -> dict[str, Any]:
-        """Return a stored config with old names of keys and values replaced by present names.
+        """Return a stored config with present names of keys and values.
 
-        If a config section has both the old and the present name of a key, the old name stays.
+        If a section has both the old and the present name of a key, the old name stays.
         """
         renamed: dict[str, Any] = {}
         keys = self._list_keys(tree, prefix)
@@ -51,7 +50,7 @@ class Renames:
         return renamed
 
     def undo(self, tree: Tree, stored: Tree, prefix: str = "") -> dict[str, Any]:
-        """Return a config in which each key has its old name if the stored config `stored` uses the old name."""
+        """Return a config with the old names of keys that the stored config `stored` uses."""
         earlier = {
             today: name
             for key, today in self._list_keys(tree, prefix).items()
@@ -68,9 +67,9 @@ class Renames:
         return undone
 
     def change(self, key: str, value: object) -> tuple[str, object]:
-        """Return the present names of a dotted config key and of its value, which were read from a log entry.
+        """Return the present names of a dotted config key and its value, which come from a log entry.
 
-        If the config key was removed, the key and its value are returned unchanged.
+        A removed key is returned unchanged.
         """
         if key in self.removed:
             return key, value

@@ -1,7 +1,4 @@
-"""Defines base classes and checks for the sections of a config file.
-
-The module `sections` imports no third-party package except pydantic.
-"""
+"""Defines base classes and checks for the sections of a config file."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from rollflow.tasks.runtime.renamed_keys import Renames
 
 LARGEST = 2**63 - 1
-# largest number of seconds in a config, about thirty years, because Ray and threads cannot wait for centuries
+# about thirty years; Ray and threads cannot wait for centuries
 LONGEST_SECONDS = 1e9
 # names of environment variables that probably hold a secret
 SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)
@@ -26,7 +23,7 @@ IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
-    """Base class of a section of the config. A section is immutable and rejects unknown keys."""
+    """Base class of a section of the config, which is immutable and rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -36,7 +33,7 @@ class Section(BaseModel):
     renames: ClassVar[Renames] = Renames()  # old names of keys and values in the section
 
     def permits_change(self, key: str) -> bool:
-        """Return whether `key` may change although it is, or is part of, a config key that must not change."""
+        """Return whether `key` may change, although it is part of a config key that must not change."""
         return False
 
     @model_validator(mode="before")
@@ -56,7 +53,7 @@ class Section(BaseModel):
 def with_kinds(section: type[Section], tree: Any) -> Any:
     """Return a config section with the default kind added to each subsection that names no kind.
 
-    `with_kinds` rejects the values true and false where a number is expected.
+    True and false are rejected where a number is expected.
     """
     if not isinstance(tree, Mapping):
         return tree
@@ -86,20 +83,14 @@ def _list_types(annotation: Any) -> list[Any]:
 
 
 def _add_default_kind(given: Any, info: FieldInfo | None) -> Any:
-    """Return the value of a config field.
-
-    If the field is a union of kinds and no kind is given, add the default kind.
-    """
+    """Return the value of a config field, with the default kind if the field is a union of kinds and names none."""
     if info is None or not isinstance(info.discriminator, str) or not isinstance(given, Mapping):
         return given
     return {info.discriminator: getattr(info.default, info.discriminator), **given}
 
 
 class Imported(Section):
-    """Config of a user-defined part, which is named by an import path.
-
-    The module `tasks/runtime/imports.py` describes what an import path may name.
-    """
+    """Config of a user-defined part, which is named by an import path (see `tasks/runtime/imports.py`)."""
 
     fixed: ClassVar[Mapping[str, str]] = {"path": "the run's start recorded the hash of this file"}
 
@@ -112,17 +103,17 @@ class Imported(Section):
 
 
 def refusal(key: str, value: object, cure: str) -> PydanticCustomError:
-    """Build the error that tells the user a config key, the key's value, and what to do."""
+    """Build the error that shows the user a config key, its value, and what to do."""
     return PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})
 
 
 def refuse(key: str, value: object, cure: str) -> NoReturn:
-    """Raise the error for one wrong value in a config. Validators call this function."""
+    """Raise the error for one wrong value in a config, from a validator."""
     raise refusal(key, value, cure)
 
 
 def refuse_all(refusals: Iterable[PydanticCustomError]) -> None:
-    """Raise a single error that reports several wrong values in a config. Validators call this function."""
+    """Raise a single error for several wrong values in a config, from a validator."""
     if found := [InitErrorDetails(type=one, input=None) for one in refusals]:
         raise ValidationError.from_exception_data(title="", line_errors=found)
 

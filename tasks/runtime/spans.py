@@ -1,7 +1,7 @@
-"""Records OpenTelemetry spans of a run, from each prompt to the policy version that was trained on the prompt.
+"""Records OpenTelemetry spans of a run, from each prompt to the policy version that was trained on it.
 
-Spans are recorded only if the config key `tracking.spans` names a collector. There is one trace for each time that a
-prompt is sent to the engines, and one trace for each policy version.
+Spans are recorded only if the config key `tracking.spans` names a collector. Each dispatch of a prompt, and each policy
+version, has its own trace.
 
     prompt 17.0   |--------------------------------------------|           from its dispatch to its fate
       generate    |-----------|                                            one for each response that is kept
@@ -13,10 +13,9 @@ prompt is sent to the engines, and one trace for each policy version.
       wait for batch, train step, publish
       load weights                                            |----|       by the engines
 
-Several processes add spans to the same trace without exchanging ids, because the ids of a trace and of its root span
-are hashes of the run and of the trace's name. A span is recorded when it ends, so a killed process loses the spans that
-it has not sent. The run does not depend on spans: a run never waits for the collector, and a span that cannot be sent
-is dropped.
+Processes share a trace without exchanging ids, because ids are hashes of the run and of the trace's name. A span is
+recorded when it ends, so a killed process loses spans that it has not sent. A run never waits for the collector: a span
+that cannot be sent is dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Attribute = str | int | float | bool
 
 
 class Spans:
-    """Records the OpenTelemetry spans of one process of a run. If `provider` is None, no span is recorded."""
+    """Records the OpenTelemetry spans of one process, or nothing if `provider` is None."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class Spans:
         return self._provider is not None
 
     def record_prompt(self, key: GroupKey, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
-        """Record a span in the trace of a prompt. The span is the trace's root span if `name` is "prompt"."""
+        """Record a span in the trace of a prompt; the span "prompt" is the root of the trace."""
         if self._provider is not None:
             ids = _ids(self._run, f"prompt {key.prompt}.{key.attempt}")
             if ids[0] % 2**64 < self._share * 2**64:
@@ -72,10 +71,9 @@ class Spans:
                 self._record(self._provider, ids, name, name == "prompt", seconds, ago, more)
 
     def record_version(self, version: int, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
-        """Record a span in the trace of a policy version. The span is the trace's root span if `name` is "version".
+        """Record a span in the trace of a policy version; the span "version" is the root of the trace.
 
-        The recorded span lasted `seconds` and ended `ago` seconds before now. `more` holds further attributes of the
-        span.
+        The span lasted `seconds` and ended `ago` seconds before now. `more` has further attributes of the span.
         """
         if self._provider is not None:
             ids = _ids(self._run, f"version {version}")
@@ -108,21 +106,20 @@ class Spans:
         span.end(ended)
 
     def flush(self) -> None:
-        """Send the recorded spans to the collector. Give up after `FLUSH_SECONDS`."""
+        """Send the recorded spans to the collector, in at most `FLUSH_SECONDS`."""
         if self._provider is not None:
-            # A separate thread is necessary, because OpenTelemetry's time limit does not apply while a collector is
-            # silent.
+            # OpenTelemetry's time limit does not apply to a silent collector, so a separate thread is used.
             flushing = threading.Thread(target=self._provider.force_flush, name="spans", daemon=True)
             flushing.start()
             flushing.join(FLUSH_SECONDS)
 
 
 def open_spans(collector: str | None, share: float, run: str, run_id: str, role: str) -> Spans:
-    """Create the `Spans` object of one process of a run. If `collector` is None, no span is recorded.
+    """Create the `Spans` object of one process of a run, which records nothing if `collector` is None.
 
     `collector` is the address of an OTLP receiver over HTTP (`http://host:4318`). `share` is the share of the prompts
-    (0 to 1) whose spans are recorded. Every process records the same prompts. `run` identifies the run, and `role` is
-    the name of the process.
+    (0 to 1) whose spans are recorded, the same prompts in every process. `run` identifies the run, and `role` is the
+    name of the process.
     """
     if collector is None:
         return Spans()
@@ -142,7 +139,7 @@ def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class ReservedIds(RandomIdGenerator):
-        """Generates random ids for spans, but gives reserved ids to the next root span."""
+        """Generates random ids for spans, but uses reserved ids for the next root span."""
 
         reserved: tuple[int, int] | None = None
 
@@ -151,7 +148,7 @@ def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
             self.reserved = trace_id, span_id
 
         def generate_trace_id(self) -> int:
-            """Return the reserved trace id, or a random one if no trace id is reserved."""
+            """Return the reserved trace id, or a random one if none is reserved."""
             return self.reserved[0] if self.reserved else super().generate_trace_id()
 
         def generate_span_id(self) -> int:
@@ -159,7 +156,7 @@ def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
             reserved, self.reserved = self.reserved, None
             return reserved[1] if reserved else super().generate_span_id()
 
-    return TracerProvider(  # a process that ends must not wait for the collector of spans to answer
+    return TracerProvider(  # a process that ends must not wait for the collector of spans
         resource=Resource.create(attributes), id_generator=ReservedIds(), shutdown_on_exit=False
     )
 

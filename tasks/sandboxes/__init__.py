@@ -30,8 +30,8 @@ from rollflow.tasks.sandboxes.config import (
 def build_sandboxes(config: SandboxConfig, packages: Mapping[str, str] | None = None) -> Sandboxes:
     """Return the sandboxes of the kind that the config section `[sandbox]` names, without starting them.
 
-    `packages` are the paths of Python packages of this machine, by name; each is a folder or a file. Programs in
-    sandboxes of this machine can read them at the paths that `place_packages` returns.
+    `packages` maps names of Python packages on this machine to their folders or files. Programs in local sandboxes can
+    read the packages at the paths that `place_packages` returns.
     """
     given = packages or {}
     match config:

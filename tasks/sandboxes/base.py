@@ -1,15 +1,13 @@
 """The interface of all kinds of sandbox. A sandbox runs a program that the model wrote, and limits what the program can
 do.
 
-* At the deadline of a program, the sandbox kills the program and all its child processes.
-* A sandbox limits memory, processes, open files, stored bytes and output. The limits of a sandbox also apply to root.
-* A new sandbox has an empty folder. The environment variable HOME of each program is the path of the sandbox's folder.
+* At its deadline, a program is killed with all its child processes.
+* A sandbox limits memory, processes, open files, stored bytes and output, also for root.
+* A new sandbox has an empty folder, which is the HOME of its programs.
 * Closing a sandbox kills all processes that were started in the sandbox.
-* `ExecResult` describes how a program ended, including its failures. A failure of the sandbox itself raises
-  `SandboxFailed`, and the result of the program is then unknown.
+* `ExecResult` describes how a program ended; a failure of the sandbox itself raises `SandboxFailed`.
 
-A `Capability` is a feature that only some kinds of sandbox have. The property `Sandboxes.capabilities` contains the
-capabilities of one kind.
+A `Capability` is a feature that only some kinds of sandbox have.
 """
 
 from __future__ import annotations
@@ -27,19 +25,20 @@ NO_VARIABLES: Mapping[str, str] = {}
 
 
 class SandboxFailed(RollflowError):
-    """Raised if a sandbox failed. After this error the result of the program is unknown, so the caller should run the
-    program again in a new sandbox.
+    """Raised if a sandbox failed, so that the result of the program is unknown. The caller should run the program again
+    in a new sandbox.
     """
 
 
 class SandboxLost(SandboxFailed):
-    """Raised if a sandbox ended, or stopped answering, while it ran a program. If the sandbox has no isolation, the
-    program itself may have ended the sandbox.
+    """Raised if a sandbox ended, or stopped answering, while it ran a program. Without isolation, the program itself
+    may have ended the sandbox.
     """
 
 
 class UserRefused(SandboxFailed):
-    """Raised if a sandbox cannot run programs as the requested user. Another sandbox would refuse the user, too."""
+    """Raised if a sandbox cannot run programs as the requested user. Other sandboxes of the same kind would reject the
+    user, too."""
 
 
 class Capability(StrEnum):
@@ -48,16 +47,15 @@ class Capability(StrEnum):
     # a program can reach no network, no content of a host file and no process outside the sandbox
     ISOLATION = "isolation"
     HIDDEN_HOST = "hidden host"  # a program cannot find out which files and processes the host has
-    # the kernel enforces the size limit of the sandbox's folder; otherwise the size is only measured at intervals
+    # the kernel enforces the size limit of the folder; without this capability, the size is measured at intervals
     EXACT_FOLDER_LIMIT = "exact folder limit"
-    # `ExecResult.end` says which limit a program exceeded; without this capability, the result only says that it was
-    # killed
+    # `ExecResult.end` names the exceeded limit; without this capability, it only says that the program was killed
     NAMED_LIMITS = "named limits"
-    STATE = "state"  # files that a program wrote remain in the sandbox for the next program and for download
+    STATE = "state"  # files that a program wrote remain in the sandbox
     CHANNEL = "channel"  # a program can receive a socket (`Program.channel`)
     CHILDREN = "children"  # child processes may outlive their program (`Program.keep_children`)
     SESSIONS = "sessions"  # `Sandboxes.open_workspace` works
-    # a program or a session can run as another user of the sandbox, if the sandbox has this user
+    # a program or a session can run as another user of the sandbox
     USERS = "users"
 
 
@@ -76,8 +74,8 @@ class ProgramEnd(StrEnum):
 class ExecResult:
     """The result of a program in a sandbox.
 
-    `return_code` is negative for a program that was ended by a signal. `seconds` is the time from the start of the
-    program to its end.
+    `return_code` is negative if a signal ended the program. `seconds` is the time from the start of the program to its
+    end.
     """
 
     end: ProgramEnd
@@ -96,15 +94,12 @@ class ExecResult:
 class Program:
     """A program to run in a sandbox.
 
-    A program is either a command (`command`), which starts a new process, or Python source (`code`), which runs in a
-    fork of an interpreter that has already imported common modules. The program gets the socket `channel` as file
-    descriptor 3. The sandbox then closes the caller's copy of `channel`, so that the peer socket sees the end of the
-    stream when the program ends. A sandbox without the capability CHANNEL rejects a program that has a channel.
+    A program is a command (`command`), or Python source (`code`), which runs in a fork of an interpreter with common
+    modules. The program gets the socket `channel` as file descriptor 3; only sandboxes with the capability CHANNEL
+    accept a channel. The caller's copy of `channel` is closed, so that the other end is notified when the program ends.
 
-    The program runs as `user`, a name in the sandbox's list of users; without a name, it runs as the sandbox's own
-    user. Files that the program creates belong to the user that it runs as, who cannot read files of other users with
-    mode 0600. A program with a user starts in the folder of this user, which is in the sandbox's folder, has the user's
-    name, and is the program's HOME. A sandbox without the capability USERS rejects a program that has a user.
+    The program runs as `user`, or as the sandbox's own user; only sandboxes with the capability USERS accept a user. A
+    program with a user starts in the folder of the user, which is in the sandbox's folder and is the program's HOME.
     """
 
     command: Sequence[str] = ()
@@ -122,7 +117,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits for one sandbox that are stricter than those in the config; None means the limit in the config."""
+    """Limits for one sandbox that are stricter than the config; None means the limit in the config."""
 
     memory_bytes: int | None = None
     folder_bytes: int | None = None
@@ -133,7 +128,7 @@ NO_LIMITS = SandboxLimits()
 
 
 def refuse_user(user: str) -> None:
-    """Raise `UserRefused` if a user is named; sandboxes without the capability USERS have one user."""
+    """Raise `UserRefused` if a user is named, for sandboxes without the capability USERS."""
     if user:
         raise UserRefused(
             f"user = {user!r}: all programs of this kind of sandbox run as one user; leave out the user, or use "
@@ -150,12 +145,12 @@ class SessionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionResult:
-    """What one run of a session did.
+    """The result of one run of a session.
 
-    `output` is stdout and stderr in the order in which they were written, including the output of background processes
-    of earlier runs. `return_code` is the exit code of the last command in a shell; a Python session returns 0 for
-    success and 1 for an error. `lost` is "" if the session kept its state (variables, working folder, functions). If
-    the session lost its state, `lost` gives the reason; the files remain, and the next run starts a new session.
+    `output` is stdout and stderr in the order of writing, with the output of background processes of earlier runs.
+    `return_code` is the exit code of the last command of a shell; in Python, 0 means success and 1 an error. `lost` is
+    "" if the session kept its state (variables, working folder, functions), or the reason for the loss. After a loss,
+    the files remain, and the next run starts a new session.
     """
 
     end: ProgramEnd
@@ -202,34 +197,32 @@ class SandboxSession(Protocol):
     """A shell or a Python interpreter that keeps its state between runs and runs one piece of code at a time."""
 
     async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
-        """Run code and wait for its end. Background processes that the code starts keep running, also during later
-        runs.
+        """Run code and wait for its end, but not for the background processes that it starts.
 
-        A run that takes longer than `timeout` seconds, or writes more output than the limit, is interrupted as by
-        Ctrl-C; `SessionResult.end` names the limit. If the session does not stop after the interrupt, the session is
-        killed, and `SessionResult.lost` gives the reason. `SessionResult.lost` is also set if the code ends the
-        session, or if the sandbox exceeds its limit of memory or processes, which ends all sessions of the sandbox.
+        A run that exceeds `timeout` seconds or the limit of output is interrupted as by Ctrl-C, and `SessionResult.end`
+        names the limit. A session that does not stop after the interrupt is killed, and `SessionResult.lost` gives the
+        reason. All sessions end if the sandbox exceeds its limit of memory or processes.
 
         Raises:
             SandboxFailed: the sandbox failed, or is closed.
         """
 
     async def close(self) -> None:
-        """Kill the session and all its child processes, except child processes that have detached from the session."""
+        """Kill the session and its child processes, except those that have detached from it."""
 
 
 class Workspace(Protocol):
     """A sandbox for an agent's tools, in which sessions and commands run in parallel on the same files.
 
-    The programs in a workspace are not protected from each other. A path may be absolute, as the programs in the
-    sandbox see it. A workspace reads and writes only files that these programs can reach.
+    Programs in a workspace are not protected from each other. Paths may be absolute, as programs in the sandbox see
+    them. Only files that these programs can reach are read and written.
     """
 
     async def open_session(
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, *, user: str = ""
     ) -> SandboxSession:
-        """Open a session, which runs as `user`, as a program does. The session's process starts with the session's
-        first run.
+        """Open a session, which runs as `user` (as for a program). The process of the session starts with its first
+        run.
 
         Raises:
             SandboxFailed: the sandbox is closed, or does not support sessions of this kind.
@@ -265,7 +258,7 @@ class Sandboxes(Protocol):
         """The capabilities of this kind."""
 
     async def start(self) -> None:
-        """Start the processes that all sandboxes share, and run one program to check that sandboxes work.
+        """Start the processes that all sandboxes share, and check with one program that sandboxes work.
 
         Raises:
             ConfigError: this machine cannot run this kind of sandbox; the message says why and what to change.
@@ -279,14 +272,14 @@ class Sandboxes(Protocol):
         """
 
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
-        """Create a sandbox with sessions for an agent's tools; this requires the capability SESSIONS.
+        """Create a sandbox with sessions for an agent's tools, for kinds with the capability SESSIONS.
 
         Raises:
             SandboxFailed: the sandbox could not be created, or this kind of sandbox has no sessions.
         """
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
-        """Run a program in a new sandbox that contains `files`, and close this sandbox afterwards.
+        """Run a program in a new sandbox that contains `files`, and close the sandbox.
 
         Raises:
             SandboxFailed: the sandbox failed.

@@ -1,12 +1,10 @@
-"""Sandboxes by Linux namespaces. The program `bwrap` creates a container, called the box, and each sandbox is a set of
-namespaces inside the box.
+"""Sandboxes by Linux namespaces: `bwrap` creates a container, called the box, and each sandbox is a set of namespaces
+in the box.
 
-The box is a single process tree that contains all sandboxes of this process. The box has no network, and its processes
-see only the system's libraries and a Python interpreter, read-only. A process in the container (box) creates the
-sandboxes (see `box.start`).
+The box has no network, and shows only the system's libraries and a Python interpreter, read-only (see `box.start`).
 
-If rollflow runs as root, `bwrap` creates the box as root, and the box then runs as user `NOBODY`. If rollflow runs as
-another user, `bwrap` creates the box in a user namespace, which some machines do not allow.
+If rollflow runs as root, the box runs as user `NOBODY`. If rollflow runs as another user, `bwrap` needs a user
+namespace, which some machines do not allow.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ CREATE_SECONDS = 30.0
 LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
 DEVICES = ("null", "full", "random", "urandom")
-# target and path of each link; /dev/zero is a link, because memory mapped from the real device would not be counted
+# /dev/zero is a link, because memory mapped from the real device would not be counted
 LINKS = (
     *(("/proc/self/fd", "/dev/fd"), ("/proc/self/fd/0", "/dev/stdin"), ("/proc/self/fd/1", "/dev/stdout")),
     *(("/proc/self/fd/2", "/dev/stderr"), ("full", "/dev/zero"), ("/work", "/dev/shm"), ("/work", "/tmp")),
@@ -59,12 +57,12 @@ LIMITS = ("memory_bytes", "processes", "open_files", "folder_bytes", "folder_fil
 
 
 class BoxSandboxes:
-    """Creates sandboxes in a box, which is one tree of processes; each subclass defines the command that starts the
+    """Creates sandboxes in a box, which is one tree of processes; a subclass defines the command that starts the
     box.
     """
 
     capabilities: frozenset[Capability]
-    renews = False  # whether a used sandbox can be renewed
+    renews = False  # True if a used sandbox can be emptied for the next program
 
     def __init__(self, config: SandboxBase) -> None:
         self._config, self._counter = config, KindCounter(config.kind)
@@ -72,7 +70,8 @@ class BoxSandboxes:
         self._box: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._numbers = 0
-        # spare sandboxes for `run`: a task is still creating its sandbox, and a sandbox without a task is being renewed
+        # Sandboxes that are ready for `run`: a task is still creating its sandbox, and a sandbox without a task is
+        # being emptied.
         self._spares: deque[NamespaceSandbox | asyncio.Task[NamespaceSandbox]] = deque()
         self._running = 0  # number of sandboxes in which `run` runs a program
 
@@ -93,7 +92,7 @@ class BoxSandboxes:
             raise ConfigError(self._refusal(str(error))) from None
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
-        """Create a sandbox; if the container (box) has died, start a new one first. See `Sandboxes.create`."""
+        """Create a sandbox, after starting a new box if the old one has died."""
         return await self._create_in_box(limits, self._counter)
 
     async def _create_in_box(self, limits: SandboxLimits, counter: KindCounter | None) -> NamespaceSandbox:
@@ -105,8 +104,8 @@ class BoxSandboxes:
         return await self._create(limits, counter)
 
     async def _create(self, limits: SandboxLimits, counter: KindCounter | None) -> NamespaceSandbox:
-        """Create a sandbox; raise `SandboxFailed` if no container (box) is running. `counter` counts the programs of
-        the sandbox.
+        """Create a sandbox; raise `SandboxFailed` if no box is running. `counter` counts the programs of the
+        sandbox.
         """
         if self._box is None:
             raise SandboxFailed("the box has ended")
@@ -116,7 +115,7 @@ class BoxSandboxes:
         sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers), counter)
         order = {"do": "new", "number": self._numbers, "limits": self._lower_limits(limits)}
         try:
-            with theirs:  # close this end here; otherwise a wait for the sandbox would not end if the box dies
+            with theirs:  # this end is closed, because a wait for the sandbox would otherwise not end if the box dies
                 await send_with(self._box, json.dumps(order).encode(), theirs.fileno())
             await sandbox.wait_ready(CREATE_SECONDS)
         except BaseException:
@@ -126,7 +125,7 @@ class BoxSandboxes:
         return sandbox
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
-        """Run a program in a new or renewed sandbox; see `Sandboxes.run`."""
+        """Run a program in a new or emptied sandbox; see `Sandboxes.run`."""
         refuse_user(program.user)
         return await self._counter.watch(self._run(program, files or {}))
 
@@ -159,11 +158,11 @@ class BoxSandboxes:
 
     @property
     def _can_renew(self) -> bool:
-        """True if a used sandbox may be renewed."""
+        """True if a used sandbox may be emptied for the next program."""
         return self.renews and self._config.spares > 0
 
     def _count_loss(self, error: BaseException) -> None:
-        """Count a sandbox that is closed because of an error while it ran a program."""
+        """Count a sandbox that was closed because of an error while it ran a program."""
         if isinstance(error, SandboxFailed):
             self._counter.count_replacement(Replacement.FAILED)
         elif self._can_renew:
@@ -175,7 +174,8 @@ class BoxSandboxes:
 
         most = min(limits.folder_bytes or self._config.folder_bytes, self._config.folder_bytes)
         is_isolated = Capability.ISOLATION in self.capabilities
-        sandbox = await self._create_in_box(limits, None)  # None: the sandbox's program, the guest, is not counted
+        # None, because the process that runs the sandbox's commands is not counted as a program
+        sandbox = await self._create_in_box(limits, None)
         return BoxWorkspace(sandbox, self._config.output_bytes, most, self._counter, is_isolated=is_isolated)
 
     async def close(self) -> None:
@@ -183,13 +183,13 @@ class BoxSandboxes:
         await self._end_box()
 
     def _build_command(self, descriptor: int) -> list[str]:
-        """Return the command that starts the box; the box's first process gets the caller's socket as file descriptor
+        """Return the command that starts the box, whose first process gets the caller's socket as file descriptor
         `descriptor`.
         """
         raise NotImplementedError
 
     def _lower_limits(self, limits: SandboxLimits) -> dict[str, Any]:
-        """Return the requested limits of a sandbox that are stricter than the limits in the config."""
+        """Return the requested limits of a sandbox that are stricter than the config."""
         lower: dict[str, Any] = {}
         for name in ("memory_bytes", "folder_bytes"):
             given, most = getattr(limits, name), getattr(self._config, name)
@@ -220,7 +220,7 @@ class BoxSandboxes:
             raise SandboxFailed(await self._read_error())
 
     def _has_died(self) -> bool:
-        """Return whether the container (box) has ended, which ends all its sandboxes, or was never started."""
+        """Return whether the box has ended, and all its sandboxes with it, or was never started."""
         return self._process is None or self._process.returncode is not None
 
     async def _end_box(self) -> None:
@@ -247,7 +247,8 @@ class BoxSandboxes:
         return text[-LONGEST_ERROR:] or "its first process ended without a message"
 
     def _number_killer(self, number: int) -> Callable[[], None]:
-        """Return a function that kills the keeper process of sandbox `number`, even if the keeper does not answer."""
+        """Return a function that kills the supervising process of sandbox `number`, even if the process does not
+        answer."""
 
         def kill() -> None:
             if self._box:
@@ -257,7 +258,7 @@ class BoxSandboxes:
         return kill
 
     async def _take_spare(self) -> NamespaceSandbox:
-        """Return a spare sandbox, or a new one if there is none."""
+        """Return a sandbox that is ready, or create one."""
         while self._spares and not self._has_died():
             spare = self._spares.popleft()
             try:
@@ -274,8 +275,8 @@ class BoxSandboxes:
         return await self._create_in_box(NO_LIMITS, None)
 
     def _fill(self) -> None:
-        """Create spare sandboxes in the background, so that later programs start sooner. A sandbox in use counts as a
-        spare sandbox if it can be renewed.
+        """Create sandboxes in the background, so that later programs start sooner. A sandbox in use counts if it can be
+        emptied for the next program.
         """
         coming = self._running if self.renews else 0
         while not self._has_died() and len(self._spares) + coming < self._config.spares:
@@ -283,9 +284,7 @@ class BoxSandboxes:
 
 
 def find_dirt(program: Program, result: ExecResult) -> Replacement | None:
-    """Return why a sandbox probably cannot be renewed after a program with this result, or None; the sandbox itself
-    makes the final decision.
-    """
+    """Return why a sandbox probably cannot be used again after a program with this result, or None."""
     if result.end is not ProgramEnd.EXITED:
         return Replacement(result.end)
     if result.return_code < 0:
@@ -294,7 +293,7 @@ def find_dirt(program: Program, result: ExecResult) -> Replacement | None:
 
 
 class BubblewrapSandboxes(BoxSandboxes):
-    """Creates sandboxes in a box of Linux namespaces. See the module's docstring."""
+    """Creates sandboxes in a box of Linux namespaces."""
 
     capabilities = frozenset(Capability) - {Capability.USERS}
     renews = True
@@ -308,8 +307,8 @@ class BubblewrapSandboxes(BoxSandboxes):
 
 
 def build_command(config: BubblewrapSandbox, descriptor: int, packages: Mapping[str, str] = NO_PACKAGES) -> list[str]:
-    """Return the `bwrap` command that starts a box; the box's first process gets the caller's socket as file descriptor
-    `descriptor`. `packages` are Python packages that the programs may read: paths by name.
+    """Return the `bwrap` command that starts a box, whose first process gets the caller's socket as file descriptor
+    `descriptor`. `packages` are the paths of Python packages that programs may read, by name.
 
     Raises:
         SandboxFailed: the program bwrap is not installed on this machine.

@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 class SandboxBase(Section):
-    """The config keys that most kinds of sandbox have: limits of a single sandbox, and settings for all sandboxes of a
+    """The config keys that most kinds of sandbox have: limits of one sandbox, and settings for all sandboxes of a
     run.
     """
 
@@ -80,8 +80,8 @@ class RunCodeSandbox(Section):
     )
     url: str = Field(
         pattern=r"^https?://[^@\s]+$",
-        description="address of the server's POST /run_code, e.g. http://127.0.0.1:8080/run_code; a URL with a user or "
-        "a password is refused",
+        description="address of the server's POST /run_code, e.g. http://127.0.0.1:8080/run_code; a URL with a user "
+        "or a password is rejected",
     )
     token_env: str = Field(
         "", description="name of the environment variable with the token of the server; empty: no token is sent"
@@ -114,8 +114,8 @@ class RockSandbox(Section):
     )
     url: str = Field(
         pattern=r"^https?://[^@\s]+$",
-        description="address of the server without a path, e.g. http://127.0.0.1:8080; a URL with a user or a password "
-        "is refused",
+        description="address of the server without a path, e.g. http://127.0.0.1:8080; a URL with a user or a "
+        "password is rejected",
     )
     protocol: Literal["rock", "rocklet"] = Field(
         "rock",

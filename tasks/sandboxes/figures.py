@@ -2,8 +2,7 @@
 
     child process --counters in shared memory--> its parent, the process of a Ray actor --status--> supervisor
 
-The counters of a process lie in memory that the process shares with its parent process. So counting costs no message,
-and the counters of a child process are complete even if the child process was killed.
+A process and its parent share the memory of the counters, so that counts survive even a killed process.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ KINDS = ("bubblewrap", "sandlock", "unsafe-process", "run-code", "rock")
 
 
 class Replacement(StrEnum):
-    """Why a sandbox was replaced by a new one. If a program was killed at a limit, the reason has the name of this
+    """Why a sandbox was replaced by a new one. If a program was killed at a limit, the reason has the name of the
     `ProgramEnd`.
     """
 
@@ -50,7 +49,7 @@ PLACES = {name: place for place, name in enumerate(COUNTERS)}
 FIRST_BUCKET = len(COUNTERS)
 SIZE = FIRST_BUCKET + BUCKETS  # number of counters of a kind
 BYTES = 8 * SIZE * len(KINDS)
-LONGEST_SECONDS = 86400.0  # a longer time of a program counts as this time, so that no sum exceeds 64 bits
+LONGEST_SECONDS = 86400.0  # largest counted time of a program, so that no sum exceeds 64 bits
 _making = Lock()
 
 
@@ -71,7 +70,7 @@ class CounterBoard:
     """The counters of one process, 64 bits each, in memory that another process may share."""
 
     def __init__(self, fd: int = -1) -> None:
-        """Use the memory of an open file, or memory of this process alone if `fd` is -1."""
+        """Use the memory of an open file, or memory of this process only if `fd` is -1."""
         self.cells = memoryview(mmap.mmap(fd, BYTES)).cast("q")
 
 
@@ -88,8 +87,8 @@ class ProcessFigures:
 
     @contextmanager
     def open_child(self) -> Iterator[tuple[CounterBoard, int]]:
-        """Open counters that a child process shares; return them with a file descriptor for the child
-        process. The file descriptor is open during the block, in which the child process is started.
+        """Open counters that a child process shares; return them with a file descriptor for the child process. The
+        child process must be started inside the block, while the file descriptor is open.
         """
         fd = os.memfd_create("sandbox figures")
         try:
@@ -102,7 +101,7 @@ class ProcessFigures:
             os.close(fd)
 
     def close_child(self, board: CounterBoard) -> None:
-        """Keep the counters of a child process that has ended, except the number of sandboxes in use."""
+        """Keep the counters of an ended child process, except the number of sandboxes in use."""
         with self._lock:
             if board not in self._children:
                 return
@@ -168,7 +167,7 @@ class KindCounter:
         self._add("renewed")
 
     def count_replacement(self, reason: Replacement) -> None:
-        """Count a sandbox in whose place a new one is used."""
+        """Count a sandbox that was replaced by a new one."""
         self._add(reason)
 
     def note_use(self, change: int) -> None:
@@ -185,8 +184,8 @@ class KindCounter:
             self.note_use(-1)
 
     async def watch(self, running: Awaitable[Result]) -> Result:
-        """Await a program, and count how it ended. The time of a program may come from a foreign server or from a
-        sandbox, so any number is accepted.
+        """Await a program, and count how it ended. Any time of a program is accepted, because it may come from a
+        foreign server.
         """
         try:
             found = await running

@@ -1,4 +1,4 @@
-"""A sandbox inside a container (box): sends requests to the sandbox's keeper process, and receives its answers."""
+"""A sandbox inside a container (box): sends requests to the process that supervises the sandbox."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ GRACE_SECONDS = 5.0  # seconds that a sandbox may take to answer, in addition to
 
 
 class NamespaceSandbox:
-    """A sandbox in a container (box); the sandbox's keeper process, at the other end of the socket `keeper`, runs the
-    programs.
-    """
+    """A sandbox in a container (box), whose supervising process is at the other end of the socket `keeper`."""
 
     def __init__(self, keeper: socket.socket, kill: Callable[[], None], counter: KindCounter | None = None) -> None:
-        """Use the sandbox of a keeper process. `kill` kills the keeper process, and `counter` counts the programs."""
+        """Use a sandbox; `kill` kills its supervising process, and `counter` counts the programs."""
         self._keeper, self._kill, self._counter = keeper, kill, counter
         self._turn = asyncio.Lock()
         self._is_closed = False
         self._received = bytearray()  # bytes that were received but not read yet
-        self._is_renewing = False  # True if the sandbox is to be renewed after the last program
+        self._is_renewing = False  # True if the sandbox is to be emptied after the last program
 
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the sandbox's folder is mounted."""
@@ -42,8 +40,8 @@ class NamespaceSandbox:
             raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
 
     async def exec(self, program: Program, *, renew: bool = False) -> ExecResult:
-        """Run a program in this sandbox; see `Sandbox.exec`. If `renew` is true, the sandbox is renewed after the
-        program, and the next request must wait for `wait_renewed`.
+        """Run a program in this sandbox; see `Sandbox.exec`. With `renew`, the sandbox is emptied after the program,
+        and the next request must wait for `wait_renewed`.
         """
         refuse_user(program.user)
         running = self._run(program, renew=renew)
@@ -109,7 +107,7 @@ class NamespaceSandbox:
     async def _ask(
         self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: socket.socket | None = None
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the sandbox's keeper process and wait for the answer; `seconds` is the deadline of the
+        """Send a request to the sandbox's supervising process and wait for the answer; `seconds` is the deadline of the
         program.
         """
         header, data = await self._exchange(pack(dict(request), body), seconds, channel)
@@ -120,7 +118,7 @@ class NamespaceSandbox:
     async def _exchange(
         self, message: bytes, seconds: float, channel: socket.socket | None = None
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a message to the sandbox's keeper process and wait for one from it."""
+        """Send a message to the sandbox's supervising process and wait for an answer."""
         seconds += GRACE_SECONDS
         async with self._turn:
             if self._is_closed:
@@ -136,7 +134,7 @@ class NamespaceSandbox:
                 await self.close()
                 raise SandboxFailed(f"the sandbox has ended: {error}") from None
             except BaseException:
-                await self.close()  # without this, a late answer would be taken for the answer to the next request
+                await self.close()  # a late answer would otherwise be taken for the answer to the next request
                 raise
             finally:
                 if self._is_closed:

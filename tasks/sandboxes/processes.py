@@ -1,13 +1,10 @@
-"""Sandboxes whose programs run as processes of the host. The programs of a sandbox are confined by the package
-sandlock, or are plain processes without any protection.
+"""Sandboxes whose programs are processes of the host, confined by the package sandlock or without any protection.
 
-The package `host` contains the code that creates and supervises these sandboxes. Each sandbox has a folder below the
-system's folder for temporary files. The memory, the processes and the folder of a sandbox are measured ten to thirty
-times a second, so a program may exceed a limit until the next measurement.
+Memory, processes and folder of a sandbox are measured ten to thirty times a second, so a program may exceed a limit for
+a short time.
 
-The package sandlock confines each program by Landlock and seccomp, so that the program can use no network, read no
-content of a host file and signal no other process. A program confined by sandlock can still find out whether a file of
-the host exists, and how large the file is.
+A confined program can use no network, read no content of a host file and signal no other process. A confined program
+can still find out whether a file of the host exists, and how large it is.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class ProcessSandboxes(BoxSandboxes):
     def __init__(
         self, config: SandlockSandbox | UnsafeProcessSandbox, packages: Mapping[str, str] = NO_PACKAGES
     ) -> None:
-        """Create no sandbox yet. `packages` are Python packages that the programs may read: paths by name."""
+        """Create no sandbox yet; `packages` are the paths of Python packages that programs may read, by name."""
         super().__init__(config)
         self._packages = packages
         self._folder: str | None = None
@@ -69,8 +66,8 @@ class ProcessSandboxes(BoxSandboxes):
     async def _end_box(self) -> None:
         """End the processes that create and supervise the sandboxes.
 
-        These processes get time to kill the sandboxes' programs, because the kernel does not kill a program when its
-        keeper process dies.
+        The processes get time to kill the programs, because the kernel does not kill a program with its supervising
+        process.
         """
         if self._box and self._process:
             self._box.close()

@@ -1,13 +1,11 @@
-"""Sandboxes on a server that speaks the protocol of ROCK, or on a rocklet, the agent that ROCK runs inside each of its
-sandboxes.
+"""Sandboxes on a server of ROCK's protocol, or on a rocklet, the agent that ROCK runs inside each of its sandboxes.
 
-A ROCK server starts a sandbox at each call of `create`, and stops the sandbox when the sandbox is closed. A rocklet has
-no separate sandboxes: all programs run on the rocklet's machine, each in its own folder. The protocol carries stdout
-and stderr as text.
+A ROCK server starts a sandbox for each call of `create`. A rocklet has no separate sandboxes: all programs run on its
+machine, each in its own folder.
 
-Isolation and limits are enforced only by the sandbox on the server. An infrastructure error raises `SandboxFailed`, and
-`run` then repeats the program in a new sandbox. A killed program counts as timed out if its deadline had passed and the
-server's answer names no limit.
+Isolation and limits are enforced only by the server. An infrastructure error raises `SandboxFailed`; `run` repeats the
+program in a new sandbox. A killed program counts as timed out if its deadline had passed and the server names no
+limit.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ from rollflow.tasks.sandboxes.rock_users import PREPARE, check_name, check_prepa
 from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
 
 PREFIX = "/apis/envs/sandbox/v1"
-# seconds after a program's deadline until the server kills the program; the command `timeout` in the sandbox should
-# already have killed the program at the deadline
+# seconds after a program's deadline until the server kills the program, if `timeout` in the sandbox has not done so
 GRACE_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two requests that ask if a sandbox has started
@@ -70,7 +67,7 @@ Found = TypeVar("Found")
 
 
 class RockSandboxes:
-    """Creates sandboxes on a server. See the module's docstring."""
+    """Creates sandboxes on a server."""
 
     capabilities = frozenset({Capability.STATE, Capability.SESSIONS, Capability.USERS})
 
@@ -100,7 +97,7 @@ class RockSandboxes:
         return await self.create(limits)
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
-        """Run a program in a new sandbox, and repeat the program if the sandbox fails; see `Sandboxes.run`."""
+        """Run a program in a new sandbox, and again if the sandbox fails; see `Sandboxes.run`."""
         return await self.counter.watch(self._run(program, files or {}))
 
     async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
@@ -283,9 +280,7 @@ class RockRemoteSandbox:
     async def open_session(
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, *, user: str = ""
     ) -> RockSession:
-        """Open a session; see `Workspace.open_session`. Only rollflow's own server of ROCK's protocol has Python
-        sessions.
-        """
+        """Open a session; see `Workspace.open_session`. Python sessions exist only on rollflow's own server."""
         await self._prepare_user(user)
         session = RockSession(self._send, kind, env, self._find_home(user), self._sandboxes.counter, user)
         await session.open()
@@ -300,9 +295,7 @@ class RockRemoteSandbox:
         return not self._is_closed and bool(found.get("is_alive"))
 
     async def close(self) -> None:
-        """Stop the sandbox; a server that does not answer stops the sandbox after `clear_minutes` without a request.
-        See `Sandbox.close`.
-        """
+        """Stop the sandbox; a server that does not answer stops the sandbox after `clear_minutes` without a request."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -362,7 +355,7 @@ class RockRemoteSandbox:
         return ["sh", "-c", BEGIN, "sh", home, cwd, f"{given}/stdin", *within]
 
     def _find_home(self, user: str) -> str:
-        """Return the path of the sandbox's folder, or of the folder of a user in it."""
+        """Return the path of the sandbox's folder, or of a user's folder in it."""
         return f"{self._folder}/work/{user}" if user else f"{self._folder}/work"
 
     def _place(self, path: str, user: str = "") -> str:
@@ -371,11 +364,11 @@ class RockRemoteSandbox:
     def _read_result(self, found: Answer, program: Program, seconds: float) -> ExecResult:
         code, end = found.get("exit_code"), str(found.get("end") or "")
         if code == FAILED_COMMAND and not end and seconds >= program.timeout:
-            # the server killed the program at its deadline, because the program had killed `timeout`
+            # The program has killed `timeout`, so the server killed the program at its deadline.
             end = ProgramEnd.TIMEOUT
         if not isinstance(code, int) or (code == FAILED_COMMAND and end not in list(ProgramEnd)):
             raise SandboxFailed(f"the server could not run the program: {shorten(json.dumps(found, default=str))}")
-        # `timeout` reports signal n as exit code 128 + n
+        # `timeout` reports signal n as exit code 128 + n.
         code = SIGNALED - code if SIGNALED < code <= SIGNALED + 64 else code
         stdout, stderr = (str(found.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
         if end in list(ProgramEnd) and end != ProgramEnd.EXITED:

@@ -29,8 +29,8 @@ class RequestFailed(Exception):
 
 
 class RockSession:
-    """A session in a sandbox on a ROCK server; see `base.SandboxSession`. The output of a run has no leading or
-    trailing whitespace.
+    """A session in a sandbox on a ROCK server; see `base.SandboxSession`. The output of a run has no whitespace at its
+    ends.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class RockSession:
         counter: KindCounter,
         user: str,
     ) -> None:
-        """Prepare a session that starts in the sandbox's folder, and runs as `user`, or as the sandbox's own user if
-        `user` is empty; the function `send` sends a request to the sandbox, and `counter` counts the runs.
+        """Prepare a session that starts in `folder` and runs as `user`; `send` sends a request to the sandbox, and
+        `counter` counts the runs.
         """
         self._send, self._env, self._counter = send, env, counter
         self._user = {"remote_user": user} if user else {}

@@ -1,12 +1,11 @@
 """Runs programs as other users of a sandbox on a ROCK server, whose programs start as root.
 
-A ROCK server has no request that runs a single program as another user. So a short Python program starts as root in the
-sandbox, and becomes first the user and then the requested program. The change cannot be undone: the new process has no
-capabilities and only the groups of the user.
+A short Python program starts as root, and becomes first the user and then the requested program. The change cannot be
+undone: the new process has no capabilities and only the groups of the user.
 
-Each user has a folder of its own, named after the user, in the sandbox's folder. Only this user and root can enter it,
-and the sandbox's folder belongs to root. So no user can put a module or a link where a program of another user looks
-for it. Stdin and source code of the next program are in a folder that only root can enter.
+Each user has a folder in the sandbox's folder, which only the user and root can enter. Thus no user can put a module or
+a link where a program of another user looks for it. Stdin and source code of the next program are in a folder that only
+root can enter.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def change_user(one):
     os.setgid(one.pw_gid)
     os.setuid(one.pw_uid)
 """
-# prepares the folders for programs of a user, and prints whether programs can run as this user; as root, it becomes the
-# user and enters the user's folder, because root itself may lack the right to become another user
+# Prepares the folders for programs of a user, and prints whether programs can run as this user. The program becomes the
+# user itself, because root may lack the right to become another user.
 PREPARE = f"""{CHANGE_USER}
 user, work, given = sys.argv[1:]
 own, one = os.geteuid(), None
@@ -47,8 +46,8 @@ if found == "ready":
     os.chdir(folder)
 print(found)
 """
-# becomes the user and then the command; source code is passed on in memory, because the user cannot read its file;
-# `warnings` is imported for os.execvp, while the process can read all modules
+# Becomes the user and then the command. Source code is passed on in memory, because the user cannot read its file;
+# `warnings` is imported for os.execvp while all modules are readable.
 BECOME = f"""{CHANGE_USER}
 user, source, *command = sys.argv[1:]
 one = None if os.geteuid() or user == "0" else pwd.getpwnam(user)
@@ -93,11 +92,11 @@ def check_prepared(user: str, printed: str, error: str) -> None:
 def limit_command(
     command: Sequence[str], user: str, seconds: float, variables: Mapping[str, str], source: str = ""
 ) -> list[str]:
-    """Return the command that kills `command` after `seconds`, and gives `command` the environment variables and, if
-    `source` is the path of a file, the path of this file or of a copy as its last argument.
+    """Return the command that kills `command` after `seconds`, and sets the environment variables; the path of the file
+    `source`, or of a copy, is the last argument.
 
-    The variables of another user are set after the change of the user. Otherwise the user could run own programs as
-    root, for example with a PATH that contains a folder of the user.
+    Variables of another user are set after the change of the user, because a PATH with a folder of the user would let
+    the user run programs as root.
     """
     limit = ["timeout", "-s", "KILL", f"{seconds:.3f}"]
     given = ["env", *(f"{name}={value}" for name, value in variables.items())]

@@ -1,11 +1,10 @@
-"""Sandboxes on a server that speaks the protocol of SandboxFusion: each program is one request `POST /run_code`.
+"""Sandboxes on a server of SandboxFusion's protocol: each program is one request `POST /run_code`.
 
-The server runs each program in a new sandbox that contains the uploaded files. After each answer, the server deletes
-the files that the program wrote. Isolation and limits are enforced only by the server. The protocol carries text only,
-so stdin, stdout and stderr must be UTF-8.
+The server runs each program in a new sandbox with the uploaded files, and keeps no files. Isolation and limits are
+enforced only by the server. The protocol carries only text, so stdin, stdout and stderr must be UTF-8.
 
-A request that fails with status 5xx, or gets no answer, is sent again after a growing pause. Sending a program twice is
-safe, because a program has no effect outside its sandbox.
+A request that fails with status 5xx, or gets no answer, is sent again after a growing pause. A program can safely be
+sent twice, because it has no effect outside its sandbox.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LARGEST_ANSWER = 2**26  # most bytes of an answer
 
 
 class RunCodeSandboxes:
-    """Sends programs to a server. See the module's docstring."""
+    """Sends programs to a server."""
 
     capabilities = frozenset[Capability]()
 
@@ -125,7 +124,7 @@ class RunCodeSandboxes:
         raise SandboxFailed(f"{self._config.tries} tries failed, the last with {reason}")
 
     async def _send(self, body: Mapping[str, Any], limit: float) -> tuple[int, bytes]:
-        """Send a request; return the status and the content of the answer, which must end within `limit` seconds."""
+        """Send a request; return status and content of the answer, which must end within `limit` seconds."""
         with self._counter.use():
             async with asyncio.timeout(limit), self._open().stream("POST", self._config.url, json=body) as answer:
                 return answer.status_code, await _read_content(answer)
@@ -150,7 +149,7 @@ class RemoteSandbox:
             raise
 
     async def upload(self, path: str, data: bytes) -> None:
-        """Store a file in memory, and send it with each later program; see `Sandbox.upload`."""
+        """Store a file in memory, to be sent with each later program; see `Sandbox.upload`."""
         self._check()
         self._files[path] = data
 

@@ -15,7 +15,7 @@ def try_sandboxes(config: SandboxConfig) -> None:
     Raises:
         ConfigError: this machine cannot run these sandboxes; the message gives the reason and the fix.
     """
-    with ThreadPoolExecutor(1) as pool:  # use a thread, because the caller may already run an event loop
+    with ThreadPoolExecutor(1) as pool:  # a separate thread is used, because the caller may already run an event loop
         pool.submit(lambda: asyncio.run(_try(config))).result()
 
 

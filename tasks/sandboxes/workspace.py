@@ -1,9 +1,8 @@
 """A workspace (a sandbox with sessions for an agent's tools) on this machine: sends requests to the guest, a process in
 the sandbox.
 
-The guest process starts with the first request. The guest process is killed if the processes of the sandbox exceed a
-limit; a command can also kill the guest process. If the guest process is killed, running requests get a result that
-says so, and the next request starts a new guest process. The sandbox's files are kept.
+The guest process starts with the first request. The guest is killed if the sandbox exceeds a limit, or by a command.
+Running requests then get a result that says so, the next request starts a new guest, and the files are kept.
 """
 
 from __future__ import annotations
@@ -39,14 +38,12 @@ PACKAGE = "rollflow.tasks.sandboxes"
 MODULES = ("box.wire", "box.tree", "host.files", "guest.process", "guest.session", "guest.serve")
 LIFETIME = 7 * 86400.0  # seconds that a guest may run
 FILE_SECONDS = 60.0
-STOP_SECONDS = 15.0  # seconds that the guest may take to stop a command after its time limit, even on a slow machine
+STOP_SECONDS = 15.0  # seconds that the process in the sandbox may take to stop a command after its time limit
 KILLED = -9
 
 
 class GuestEnded(Exception):
-    """Raised if the guest, the process that runs commands in a sandbox, ended before it answered; `end` is the
-    reason.
-    """
+    """Raised if the process that runs commands in a sandbox ended before it answered; `end` is the reason."""
 
     def __init__(self, end: ProgramEnd, message: str) -> None:
         super().__init__(message)
@@ -54,17 +51,15 @@ class GuestEnded(Exception):
 
 
 class BoxWorkspace:
-    """A workspace (a sandbox with sessions) in any sandbox that supports the capability CHANNEL. See the module's
-    docstring, and `base.Workspace`.
-    """
+    """A workspace (a sandbox with sessions) in any sandbox with the capability CHANNEL."""
 
     def __init__(
         self, sandbox: Sandbox, output_bytes: int, file_bytes: int, counter: KindCounter, *, is_isolated: bool
     ) -> None:
-        """Take over a sandbox; `output_bytes` and `file_bytes` are the largest sizes of an output and of a file, and
-        `counter` counts the commands and the code that runs in sessions.
+        """Use a sandbox; `output_bytes` and `file_bytes` are the largest sizes of an output and of a file, and
+        `counter` counts commands and runs.
 
-        If `is_isolated` is false, only files below the sandbox's folder can be read and written, and links are not
+        Without `is_isolated`, only files below the sandbox's folder can be read and written, and links are not
         followed.
         """
         self._sandbox, self.output_bytes, self._file_bytes = sandbox, output_bytes, file_bytes
@@ -83,8 +78,8 @@ class BoxWorkspace:
         *,
         user: str = "",
     ) -> BoxSession:
-        """Open a session; see `Workspace.open_session`. If the session is a shell, it runs the lines in `start` first,
-        and their output is dropped.
+        """Open a session; see `Workspace.open_session`. A shell runs the lines in `start` first, without showing their
+        output.
         """
         self._check()
         refuse_user(user)
@@ -155,8 +150,8 @@ class BoxWorkspace:
     async def ask(
         self, request: dict[str, Any], body: bytes = b"", seconds: float = 0.0
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the guest, the process in the sandbox, and return its answer; `seconds` is the time limit
-        of the request.
+        """Send a request to the process in the sandbox and return its answer; `seconds` is the time limit of the
+        request.
 
         Raises:
             GuestEnded: the guest ended, or did not answer in time and the sandbox was closed.
@@ -173,7 +168,7 @@ class BoxWorkspace:
             async with asyncio.timeout(seconds + STOP_SECONDS):
                 found, data = await guest.ask(request, body)
         except TimeoutError:
-            # A command may have stopped the guest process or exhausted the memory; closing the sandbox ends it.
+            # A command may have stopped the process in the sandbox or exhausted the memory, so the sandbox is closed.
             await self.close()
             raise GuestEnded(ProgramEnd.TIMEOUT, "the sandbox did not answer, and was ended") from None
         if "errno" in found:
@@ -181,7 +176,7 @@ class BoxWorkspace:
         return found, data
 
     async def _move_file(self, request: dict[str, Any], data: bytes = b"") -> bytes:
-        """Read or write a file in the sandbox; retry once if the guest process ends before it answers."""
+        """Read or write a file in the sandbox; try again once if the process in the sandbox ends before it answers."""
         for _ in range(2):
             try:
                 return (await self.ask(request | {"only_below": not self._is_isolated}, data, FILE_SECONDS))[1]
@@ -241,7 +236,7 @@ class BoxSession:
 
 
 class GuestConnection:
-    """A connection to a guest, the process that runs commands in a sandbox, and the requests that await its answers."""
+    """A connection to the process that runs commands in a sandbox, and the requests that await its answers."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         """Start the guest."""
@@ -256,16 +251,16 @@ class GuestConnection:
         self._watching = asyncio.create_task(self._watch())
 
     def has_ended(self) -> bool:
-        """Return whether the guest process has ended."""
+        """Return whether the process that runs commands has ended."""
         return self._watching.done()
 
     def has_failed(self) -> bool:
-        """Return whether the guest process has ended because its sandbox failed."""
+        """Return whether the process that runs commands has ended because its sandbox failed."""
         done = self._watching.done() and not self._watching.cancelled()
         return done and isinstance(self._watching.exception(), SandboxFailed)
 
     async def ask(self, request: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the guest process and wait for its answer.
+        """Send a request to the process in the sandbox and wait for its answer.
 
         Raises:
             GuestEnded: the guest ended before it answered.
@@ -287,7 +282,7 @@ class GuestConnection:
             self._waiting.pop(number, None)
 
     async def end(self) -> None:
-        """End the guest process, and with it all processes that it started."""
+        """End the process in the sandbox, and with it all processes that it started."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         await asyncio.wait([self._watching], timeout=STOP_SECONDS)
@@ -297,14 +292,14 @@ class GuestConnection:
         self._socket.close()
 
     async def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # if the guest process has ended, `_watch` reports this
+        with contextlib.suppress(OSError):  # if the process has ended, `_watch` reports it
             async with self._sending:
                 await asyncio.get_running_loop().sock_sendall(self._socket, message)
 
     async def _watch(self) -> None:
-        """Wait for the end of the guest process, and raise the error that waiting requests get."""
+        """Wait for the end of the process in the sandbox, and raise the error that waiting requests get."""
         found = await self._running
-        # read the answers that the guest process sent before it ended
+        # the process may have sent answers before it ended
         await asyncio.wait([self._reading], timeout=STOP_SECONDS)
         if found.end is ProgramEnd.EXITED:
             said = found.stderr.decode(errors="replace").strip().rpartition("\n")[2]
@@ -331,7 +326,7 @@ class GuestConnection:
 
 @cache
 def read_guest() -> str:
-    """Return the source of a Python program that contains the modules of `guest` and runs the guest process."""
+    """Return the source of a Python program that contains the modules of `guest` and serves requests in a sandbox."""
     sources = {}
     for name in MODULES:
         spec = find_spec(f"{PACKAGE}.{name}")

@@ -1,16 +1,14 @@
 """Keeps text in messages of tools and environments from becoming control tokens.
 
-A chat template separates the messages of a conversation by control tokens, such as <|im_end|>. A tokenizer turns the
-text of a control token into this token. Without a protection, the output of a tool could therefore end its own message,
-and continue as the user. `ControlTokens.cut` puts marks into such texts, and the pieces between the marks are tokenized
-separately:
+A chat template separates messages by control tokens, such as <|im_end|>, and a tokenizer turns their text into these
+tokens. The output of a tool could therefore end its own message, and continue as the user. `ControlTokens.cut` puts
+marks into such text, and the pieces between the marks are tokenized separately:
 
     output of a tool --> cut --> chat template --> split at the marks --> tokens
 
-The tokens decode to the same text, with one exception: a tokenizer that adds a blank before each text also adds a blank
-after each mark. A text without control tokens gets no mark, so `cut` does not change its tokens. The text of a control
-token could also consist of the end of one message and the beginning of the next message, so `cut_message` also marks
-such ends.
+The tokens decode to the same text, except that some tokenizers add a blank after each mark. A text without control
+tokens gets no mark. `cut_message` also marks ends that could form a control token together with the neighbouring
+message.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ BLANKS = " \t\r\n\u2581"  # some tokenizers write "\u2581" for a blank
 
 class ControlTokens:
     """The control tokens of a tokenizer, which the text of a tool must never become. All added tokens are control
-    tokens, except tokens that consist of blanks, and single characters that are not special."""
+    tokens, except blanks and single characters that are not special."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
@@ -61,8 +59,7 @@ class ControlTokens:
         return CUT.join(pieces)
 
     def cut_message(self, text: str) -> str:
-        """Return a text with the same marks as `cut`. Add a mark before or after the text if this end could be a part
-        of a control token."""
+        """Return a text with the marks of `cut`, and with a mark at an end that could be a part of a control token."""
         sizes = range(1, self._longest)
         first, last = self._normalize(text[: 4 * self._longest]), self._normalize(text[-4 * self._longest :])
         before = CUT if any(first.lstrip(BLANKS)[:size] in self._ends for size in sizes) else ""
@@ -74,7 +71,7 @@ class ControlTokens:
         return text if normalizer is None else normalizer.normalize_str(text)
 
     def _divide(self, piece: str, encoded: Any) -> Iterator[str]:
-        """Yield the parts of a piece of text. The piece is divided within the text of each control token."""
+        """Yield the parts of a piece of text, which is divided inside of each control token's text."""
         done = 0
         for id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             text = piece[start:end]
@@ -90,6 +87,6 @@ class ControlTokens:
         yield piece[done:]
 
     def _is_text_of(self, text: str, name: str) -> bool:
-        """Return whether `text` is the text of the token `name`. A character that the tokenizer does not know is not
-        the text of <unk>, although it becomes this token."""
+        """Return whether `text` is the text of the token `name`. An unknown character is not the text of <unk>,
+        although it becomes this token."""
         return text == name or self._normalize(text) == self._normalize(name)

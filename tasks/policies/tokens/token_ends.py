@@ -1,10 +1,7 @@
-"""Computes where each token of a response ends in the decoded text, in time linear in the length of the response.
+"""Computes where each token of a response ends in the decoded text, in linear time.
 
-Tokens may contain parts of characters, and a policy may sample bytes that are not valid UTF-8. An invalid byte becomes
-a replacement character, and may change how the bytes before it are decoded. There are three methods: decode one token
-after another; decode the bytes of the tokens (byte-level vocabularies); or replace each invalid byte by a question mark
-and decode (vocabularies with a token for each byte, such as that of Llama 2). A method is used only if it reproduces
-the decoded response.
+Tokens may contain parts of characters, or bytes that are not valid UTF-8, so several methods are tried. A method is
+used only if it reproduces the decoded response.
 """
 
 from __future__ import annotations
@@ -24,15 +21,15 @@ REPLACEMENT = "\ufffd"  # the character that a decoder writes for invalid bytes
 
 
 def find_ends(fast: Tokenizer, tokens: Sequence[int], whole: str, special: bool) -> list[int] | None:
-    """Return for each token the number of characters of `whole`, the decoded response, up to the end of the token.
+    """Return, for each token, the number of characters of `whole` up to the end of the token; None if no method
+    works.
 
-    If `special` is False, special tokens have no characters. If a token ends within a character, the character does not
-    count for this token. An invalid byte counts at its own token, or up to three bytes later. Return None if no method
-    reproduces the decoded response.
+    With `special = False`, special tokens have no characters. A character counts only at the token that completes it.
+    An invalid byte counts at its own token, or up to three bytes later.
     """
     left_out = set[int]() if special else _special_tokens(fast)
     kept = [token for token in tokens if token not in left_out]
-    # `_decode_stepwise` is tried last, because it is inexact if a token ends with a part of a character.
+    # `_decode_stepwise` is last, because it is inexact if a token ends with a part of a character.
     methods = (_decode_bytes, *([_decode_replaced] if REPLACEMENT in whole else []), _decode_stepwise)
     ends = next((ends for method in methods if (ends := method(fast, kept, whole)) is not None), None)
     if ends is None or len(kept) == len(tokens):
@@ -45,8 +42,8 @@ def _special_tokens(fast: Tokenizer) -> set[int]:
 
 
 def _repeat_ends(ends: Iterable[int], are_left_out: Iterable[bool]) -> list[int]:
-    """Return the end of every token. A token that is left out gets the end of the token before it. `ends` begins with
-    0."""
+    """Return the end of every token; a token that is left out has the end of the token before it. `ends` begins
+    with 0."""
     ends = iter(ends)
     end, repeated = next(ends), list[int]()
     for is_left_out in are_left_out:
@@ -82,10 +79,10 @@ def _decode_bytes(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list[in
 
 
 def _decode_replaced(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list[int] | None:
-    """Decode a copy of the response in which question marks replace each run of byte tokens that is not valid UTF-8.
+    """Decode a copy of the response in which question marks replace invalid byte tokens.
 
-    The decoder of such vocabularies writes one replacement character for every byte of the run, so question marks do
-    not change the length of the text.
+    The length of the text stays the same, because the decoder writes one replacement character for every invalid
+    byte.
     """
     stand_in = fast.token_to_id(STAND_IN)
     if stand_in is None:
@@ -102,7 +99,7 @@ def _decode_replaced(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list
 
 
 def _read_bytes(token: str) -> bytes:
-    """Return the bytes that a token of a byte-level vocabulary stands for. Added tokens are encoded as plain text."""
+    """Return the bytes of a token of a byte-level vocabulary; added tokens are plain text."""
     table = _byte_letters()
     try:
         return bytes(table[letter] for letter in token)
@@ -114,7 +111,7 @@ def _read_bytes(token: str) -> bytes:
 def _byte_letters() -> dict[str, int]:
     """Return a mapping from each letter of a byte-level vocabulary to its byte, as defined by GPT-2.
 
-    Visible Latin-1 characters stand for their own bytes, and the characters from 256 on for the other bytes.
+    Visible Latin-1 characters stand for their own bytes, and characters from 256 on for the other bytes.
     """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
     others = sorted(set(range(256)) - set(visible))

@@ -1,6 +1,4 @@
-"""The `[[prompts]]` sections of games. The policy plays the boards in an environment of the same kind, such as
-"sokoban".
-"""
+"""The `[[prompts]]` sections of games, which the policy plays in an environment of the same kind."""
 
 from __future__ import annotations
 
@@ -57,7 +55,8 @@ class SokobanPrompts(GamePrompts):
 
     @property
     def is_slow(self) -> bool:
-        """True if finding a prompt may take long: many rooms with several boxes are drawn until one has a solution."""
+        """True if finding a prompt may take long, because rooms with several boxes are drawn until one has a
+        solution."""
         return self.boxes > 1
 
     @property
@@ -80,9 +79,7 @@ class KuhnPokerPrompts(PromptBase):
 
 
 def find_game_faults(sources: Sequence[PromptBase], environment: Section) -> Iterator[tuple[str, object, str]]:
-    """Yield the config key, the value and the fix for each prompt source and environment that do not play the same
-    game.
-    """
+    """Yield key, value and fix for each prompt source and environment that do not play the same game."""
     kind, turns = str(getattr(environment, "kind", "")), getattr(environment, "max_turns", None)
     for which, source in enumerate(sources):
         asked = str(getattr(source, "kind", ""))

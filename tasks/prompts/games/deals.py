@@ -1,12 +1,10 @@
 """A prompt source of deals of Kuhn poker.
 
-Six positions in a row have the six deals, in an order that follows from the run's seed. The text of a prompt is only
-the number of the hand, because no player may read the deal. The deal is in the prompt's reference. Held-out hands have
-the same six deals as training hands, so an evaluation measures how well the policy plays, and not how well it
-generalizes.
+Six consecutive positions have the six deals, in an order that follows from the run's seed. The text of a prompt is only
+the number of the hand, because no player may read the deal, which is in the reference. Held-out hands have the same six
+deals, so an evaluation measures how well the policy plays.
 
-A demonstration is one player's part of a hand in which both players act at random. It consists of what the environment
-shows to the player, such as `J` or `Jp`, then the player's action, then what follows.
+A demonstration is one player's part of a hand in which both players act at random.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 
 
 class DealSource:
-    """A `QuestionSource` of deals. See the module's docstring."""
+    """A `QuestionSource` of deals of Kuhn poker."""
 
     def __init__(self, seed: int, count: int, excluded: HeldOut) -> None:
         self._seed = seed
@@ -50,7 +48,7 @@ class DealSource:
 
 
 def build_demonstration(deal: str, history: str, seat: int) -> Question:
-    """Build the question of one player's part of a hand, with what the player says in its turns."""
+    """Build the question of one player's part of a hand, with the player's texts as demonstrated turns."""
     opening, turns = deal[seat] + history[:seat], list[DemonstratedTurn]()
     for at in range(seat, len(history), 2):
         told = history[at + 1 : at + 2] if at + 2 < len(history) else ""

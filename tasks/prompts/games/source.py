@@ -1,9 +1,8 @@
 """A prompt source of boards: maps of FrozenLake, or rooms of Sokoban.
 
-Each board has a solution of at most `moves` moves, which breadth-first search has found. A board depends only on the
-seed, the stream (training, demonstrations or held-out) and the position. The key of a board is its text, so no board
-that is held out is trained on or demonstrated. A demonstration is an episode with one of the shortest solutions, chosen
-at random.
+Breadth-first search makes sure that each board has a solution of at most `moves` moves. A board depends only on the
+seed, the stream (training, demonstrations or held-out) and the position. The text of a board is its key, so no held-out
+board is trained on or demonstrated. A demonstration is an episode with one of the shortest solutions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TRIES = 10_000  # number of boards that are drawn for a position; if none is sui
 
 
 class GameSource:
-    """A `QuestionSource` of boards. See the module's docstring."""
+    """A `QuestionSource` of boards."""
 
     def __init__(self, config: FrozenLakePrompts | SokobanPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded

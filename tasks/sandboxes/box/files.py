@@ -1,6 +1,4 @@
-"""Reads and writes files in a sandbox's folder; used by the sandbox's keeper process, which runs outside the
-programs.
-"""
+"""Reads and writes files in a sandbox's folder, in the process that supervises the sandbox."""
 
 from __future__ import annotations
 

@@ -1,24 +1,17 @@
-"""Runs the holder, a process that forks the programs of one sandbox and renews the sandbox.
+"""Forks the programs of one sandbox, and empties the sandbox after each program, in a process called the holder.
 
     keeper --fork--> holder --clone into a new process namespace--> process 1 of the programs' namespace
       |                |
       |                 --clone into the same namespace--> program, a child of the keeper
 
-The keeper orders a program. If the sandbox is to be renewed, the keeper first kills process 1 of the programs'
-namespace, and the kernel kills all processes of that namespace. The holder then unmounts the sandbox's folder and
-`/proc`, and forks the next program in a new process namespace with a new folder and a new `/proc`. Process 1 shares the
-memory of the holder and only waits, so starting it copies nothing.
+The keeper is the process that supervises the sandbox and orders each program. After a program, the keeper kills process
+1 of the programs' process namespace, so that the kernel kills all its processes. The holder then mounts a new folder
+and a new `/proc`, and forks the next program in a new process namespace.
 
-* A program cannot name the holder or the keeper, and so cannot send a signal to them, trace them, or open their files
-  in `/proc`, because they are not in the process namespace of the programs. No process in that namespace can send a
-  signal to process 1.
-* The next program inherits no data of an earlier one. The holder reads no request, output or exit code of a program.
-  The keeper reads them, and no program is forked from the keeper.
-* The sandbox ends in four cases: the program did not end by itself, one of the sandbox's processes was killed from
-  outside, a file system is still in use, or an object of System V IPC exists.
-
-The kernel copies each memory page that a forked process writes to, and Python writes to every object that it uses.
-These copies take most of the time of a short program, so the holder uses little of Python.
+* Programs cannot signal, trace or read the holder or the keeper, which are outside their process namespace.
+* A program inherits no data of an earlier program, because the holder reads no request, output or exit code.
+* The sandbox ends if a program was killed, if a process was killed from outside, or if a file system or an object of
+  System V IPC remains.
 """
 
 from __future__ import annotations
@@ -51,8 +44,7 @@ from rollflow.tasks.sandboxes.box.watch import limit_program, set_limits
 from rollflow.tasks.sandboxes.box.wire import LONGEST_TEXT, STARTED, WARM, Order, receive
 
 PROCESSES = 0x20000000  # clone flag of a new process namespace
-# clone flags: share memory, share file descriptors, have the same parent, and store the thread id at an address while
-# the thread lives
+# clone flags: share memory, share file descriptors, keep the same parent, and store the thread id at an address
 SAME_MEMORY, SAME_FILES, SAME_PARENT, STORED_ID = 0x100, 0x400, 0x8000, 0x01000000 | 0x00200000
 PR_GET_TID_ADDRESS = 40
 STACK = 16384  # bytes
@@ -64,20 +56,21 @@ LONGEST = 4096
 
 
 def find_thread_id() -> ctypes.c_void_p:
-    """Return the address at which the C library stores the id of the main thread; return a null pointer if the kernel
-    does not report the address, as in a cloned process.
+    """Return the address of the main thread's id in the C library; return a null pointer if the kernel does not report
+    it.
     """
     address = ctypes.c_void_p()
     libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
     return address
 
 
-THREAD_ID = find_thread_id()  # computed in the first process of the box, which is not a cloned process
+# computed in the first process of the container, because a cloned process cannot compute it
+THREAD_ID = find_thread_id()
 
 
 def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
-    """Fork the holder process of a sandbox, and answer requests as the sandbox's keeper process. The function returns
-    only in a process that was forked to run Python source, and then it returns the program's request.
+    """Fork the holder process of a sandbox, and answer requests as the sandbox's supervising process. `keep_sandbox`
+    returns only in a process forked for Python source, with the program's request.
 
     Raises:
         OSError: the sandbox cannot be created or renewed.
@@ -91,8 +84,8 @@ def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
     (orders, order), (answers, answer) = os.pipe(), os.pipe()
     mount_proc()
     proc = os.open("/proc", os.O_PATH)
-    detach("/proc")  # unmount the /proc of the keeper's process namespace, because no program may see it
-    # The holder process opens the pipes of a program for the keeper process, so both share a table of file descriptors.
+    detach("/proc")  # unmount the /proc of the outer process namespace, because no program may see it
+    # The holder opens the pipes of a program for its supervising process, so both share a table of file descriptors.
     pid = libc.syscall(CLONE[os.uname().machine], SAME_FILES | signal.SIGCHLD, 0, 0, 0, 0)
     check(pid, "clone")
     if pid == 0:
@@ -105,9 +98,7 @@ def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
 
 
 class Holder:
-    """Forks programs when the sandbox's keeper process orders it; `orders` and `answer` are the ends of pipes. See the
-    module's docstring.
-    """
+    """Forks programs on the order of the sandbox's supervising process; `orders` and `answer` are the ends of pipes."""
 
     def __init__(self, orders: int, answer: int, limits: dict[str, Any]) -> None:
         machine = os.uname().machine
@@ -119,12 +110,12 @@ class Holder:
         self._top = ctypes.c_void_p((ctypes.addressof(self._stack) + STACK) // 64 * 64)
         self._pause = ctypes.cast(libc.pause, ctypes.c_void_p)
         self._objects, self._has_folder = read_objects(), False
-        # the kernel itself reaps the children of process 1, which inherits this setting
+        # the kernel reaps the children of process 1, which inherits this setting
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def serve(self) -> Request:
-        """Fork programs until the keeper process is gone. The method returns only in a forked process that runs Python
-        source, and then it returns the program's request.
+        """Fork programs until the supervising process is gone. `serve` returns only in a process forked for Python
+        source, with the program's request.
         """
         while order := os.read(self._orders, 1):
             try:
@@ -136,15 +127,16 @@ class Holder:
         os._exit(0)
 
     def _answer(self, order: bytes) -> Request | None:
-        """Fork a program, and send the program's file descriptors to the keeper process. In a forked process that runs
-        Python source, return the program's request; in this process, return None.
+        """Fork a program, and send its file descriptors to the supervising process. The result is the program's request
+        in a process forked for Python source, and None in this process.
         """
         if is_new := order != Order.FORK.value:
             self._first = 0
             self._prepare_mounts(has_folder=order == Order.EMPTY.value)
             self._start_namespace()
         gates = _socket.socketpair()
-        gate, other = gates[0].detach(), gates[1].detach()  # plain numbers, because the keeper closes the descriptors
+        # plain numbers, because the supervising process closes the descriptors
+        gate, other = gates[0].detach(), gates[1].detach()
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
         pid = libc.syscall(self._clone, SAME_PARENT | STORED_ID | signal.SIGCHLD, 0, 0, THREAD_ID, THREAD_ID)
         if pid == 0:
@@ -160,7 +152,7 @@ class Holder:
         return None
 
     def _prepare_mounts(self, *, has_folder: bool) -> None:
-        """Unmount `/proc`, and mount a new folder if the order asks for one; exit if an object of System V IPC was
+        """Unmount `/proc`, and mount a new folder if the order asks for it; exit if an object of System V IPC was
         created.
         """
         if self._has_folder:
@@ -176,7 +168,7 @@ class Holder:
         self._has_folder = True
 
     def _start_namespace(self) -> None:
-        """Start process 1 of a new process namespace, in which this process then creates its children."""
+        """Start process 1 of a new process namespace, for the next children of this process."""
         check(libc.setns(self._own, PROCESSES), "setns")  # a process can leave its namespace only for an inner one
         check(libc.unshare(PROCESSES), "unshare")
         first = libc.clone(self._pause, self._top, SAME_MEMORY | SAME_PARENT | signal.SIGCHLD, None)
@@ -186,10 +178,9 @@ class Holder:
     def _become_program(self, fds: tuple[int, int, int, int], is_new: bool) -> Request:
         """Wait for a request and execute its command; if the request has Python source, return the request.
 
-        Before it reads the request, the forked process mounts the `/proc` of a new process namespace, drops all
-        capabilities, closes all file descriptors but stdin, stdout, stderr and the channel, and installs the filter of
-        system calls. `fds` become stdin, stdout, stderr and the channel; until the request arrives, the channel is the
-        socket to the keeper process.
+        First, the process mounts `/proc`, drops all capabilities, closes other file descriptors, and installs the
+        filter of system calls. `fds` become stdin, stdout, stderr and the channel, which at first is the socket to the
+        supervising process.
         """
         for place, fd in enumerate(fds):
             os.dup2(fd, place)
@@ -209,8 +200,8 @@ class Holder:
             os.close(fd)
         try:
             limit_program(self._limits, request["timeout"])
-            # Let the keeper measure this process's memory. From now on, a process that an earlier program has left
-            # behind may change the memory, and could remove a restriction that is not in force yet.
+            # The supervising process may measure this process's memory from here on. A process of an earlier program
+            # could now change the memory, so all restrictions must already be in force.
             check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
             os.chdir(os.path.join(FOLDER, request["cwd"]))
             if request["command"]:
@@ -233,7 +224,7 @@ class Holder:
 
 
 def read_objects() -> list[bytes]:
-    """Return the lists of the System V IPC objects of the box."""
+    """Return the System V IPC objects of the container, as lists."""
     return [read_start(path) for path in OBJECTS]
 
 

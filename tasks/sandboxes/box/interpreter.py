@@ -19,9 +19,7 @@ EXAMPLE = '{"command": [], "code": "", "arguments": [], "env": {}, "timeout": 1.
 
 
 def touch_memory() -> None:
-    """Write to the memory that each program writes to, so that the kernel copies these memory pages before the
-    program's request arrives.
-    """
+    """Write to the memory that each program writes to, so that the kernel copies it before the request arrives."""
     json.loads(EXAMPLE)
     exec(compile("print(end='')", "main.py", "exec", dont_inherit=True), {})
     sys.stdout.flush()
@@ -37,7 +35,7 @@ def run_source(request: dict[str, Any]) -> NoReturn:
     main.__dict__.update(__file__=request["name"], __builtins__=builtins)
     sys.modules["__main__"] = main
     _signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # without this, the next new object would start a garbage collection, which writes to all objects
+    gc.freeze()  # without this, the next object would start a garbage collection, which writes to all objects
     gc.enable()
     code = 1
     try:
@@ -55,7 +53,7 @@ def run_source(request: dict[str, Any]) -> NoReturn:
 
 
 def return_code(error: SystemExit) -> int:
-    """Return the exit code of a `SystemExit`; if `sys.exit` got a text, print the text to stderr first."""
+    """Return the exit code of a `SystemExit`; a text is printed to stderr first."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -63,7 +61,7 @@ def return_code(error: SystemExit) -> int:
 
 
 def finish(code: int) -> int:
-    """Shut the program down as the Python interpreter does: join threads, run exit functions, flush output."""
+    """Shut the program down as Python does: join threads, run exit functions, flush output."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

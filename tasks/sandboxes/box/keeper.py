@@ -1,8 +1,7 @@
-"""Runs the keeper, the process that enforces the limits of one sandbox and orders the holder process to start programs.
-The keeper runs one program at a time, as requested by the process that created the sandbox.
+"""Supervises one sandbox, in a process called the keeper: enforces its limits and orders its programs. Programs run one
+at a time, as requested by the process that created the sandbox.
 
-The keeper is process 1 of the sandbox's outer process namespace; programs run in an inner namespace (see `holder`). No
-program inherits memory of the keeper, so one keeper serves all programs of its sandbox.
+No program inherits memory of the keeper, so one keeper serves all programs of its sandbox.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Request = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ForkedProgram:
-    """A forked process that waits for a request on the socket `gate` and then becomes the requested program."""
+    """A forked process that waits for a request on the socket `gate`, and then becomes the requested program."""
 
     pid: int
     gate: socket.socket
@@ -44,10 +43,10 @@ class ForkedProgram:
         if body:
             write_all(self.stdin, body)
             os.lseek(self.stdin, 0, os.SEEK_SET)
-        # seal stdin, because a program could store data in it beyond the memory limit
+        # A program could store data in stdin beyond the memory limit, so stdin is sealed.
         fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)
         message = pack_text(text)
-        # A child of an earlier program may have killed the forked process.
+        # A child process of an earlier program may have killed the forked process.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if fds:
                 socket.send_fds(self.gate, [message[:1]], fds)
@@ -56,16 +55,14 @@ class ForkedProgram:
         self.forget()
 
     def forget(self) -> None:
-        """Close the file descriptors that the keeper process needs only to start the program."""
+        """Close the file descriptors that are needed only to start the program."""
         self.gate.close()
         os.close(self.stdin)
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The holder process, and the ends of the pipes to it; the keeper and the holder process share a table of file
-    descriptors.
-    """
+    """The holder process, which forks programs, and the ends of the pipes to it."""
 
     order: int
     answers: int
@@ -73,10 +70,10 @@ class Control:
 
 
 class Keeper:
-    """Answers the requests of the process that created the sandbox. See the module's docstring.
+    """Answers the requests of the process that created the sandbox.
 
-    In a renewed sandbox, the process for the next program is forked before the request arrives, because the fork takes
-    most of the time of a short program.
+    The process of the next program is forked before its request arrives, because the fork takes most of the time of a
+    short program.
     """
 
     def __init__(self, owner: socket.socket, control: Control, limits: dict[str, Any]) -> None:
@@ -112,7 +109,7 @@ class Keeper:
         self._owner.sendall(pack(dict(header), body))
 
     def _watch_children(self) -> None:
-        """Enforce the limits on processes that outlived their program, until the next request arrives."""
+        """Enforce the limits on processes that outlived their program, until the next request."""
         while self._has_children() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
             self._programs.reap()
             if find_excess(self._limits, self._programs.list_processes, "."):
@@ -136,7 +133,7 @@ class Keeper:
         if number:
             raise OSError(number, data[STARTED.size :].decode())
         self._program = ForkedProgram(pid, socket.socket(fileno=gate), stdin, (out, err))
-        # other processes in the same namespace could stop the forked process
+        # Other processes in the same namespace could stop the forked process.
         if order is not Order.FORK and (found := self._program.gate.recv(LONGEST_TEXT)) != WARM:
             raise OSError(errno.ECHILD, found.decode() or "the forked process has ended")
 
@@ -145,7 +142,7 @@ class Keeper:
         if self._program is None and self._programs.first:
             try:
                 self._start_program(Order.FORK)
-            except OSError:  # processes of earlier programs have exhausted the limit of processes
+            except OSError:  # processes of earlier programs have reached the limit of processes
                 self._programs.kill()
         if self._program is None:
             self._start_program(Order.EMPTY)
@@ -154,8 +151,8 @@ class Keeper:
         return program
 
     def _run(self, request: Request, text: bytes, body: bytes, fds: list[int]) -> None:
-        """Run the request in the forked process, and send its result; then renew the sandbox if the request asks for
-        it.
+        """Run the request in the forked process and send its result; then empty the sandbox if the request asks
+        for it.
         """
         program, began = self._find_program(), time.monotonic()
         program.begin(text, body, fds)
@@ -165,7 +162,7 @@ class Keeper:
         watch.wait(began + request["timeout"], keep_children=request["keep_children"])
         assert watch.code is not None
         if watch.end == "exited" and watch.code < 0 and self._programs.first and self._programs.is_ending():
-            os._exit(1)  # the program was not killed by itself
+            os._exit(1)  # the program was killed from outside of the sandbox
         self._is_clean &= watch.end == "exited" and watch.code >= 0 and not request["keep_children"]
         result = {"end": watch.end, "code": watch.code, "seconds": time.monotonic() - began}
         self._answer(result | {"stdout": len(watch.output[0])}, bytes(watch.output[0] + watch.output[1]))

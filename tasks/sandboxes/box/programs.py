@@ -1,6 +1,4 @@
-"""Lists, reaps and kills the processes of a sandbox's programs; the sandbox's keeper process does this from outside
-their process namespace.
-"""
+"""Lists, reaps and kills the processes of a sandbox's programs, from outside their process namespace."""
 
 from __future__ import annotations
 
@@ -9,15 +7,14 @@ import os
 import signal
 
 WALL = 0x40000000  # makes waitpid also reap children whose exit signal is not SIGCHLD
-KEEPER = 1  # process id of the keeper in its process namespace
+KEEPER = 1  # process id of the supervising process in its process namespace
 EXITING = 4  # flag in /proc/PID/stat of a process that is ending
 
 
 class Programs:
-    """The processes in the namespace of process `first`; the keeper is the parent of `first`, of the holder and of each
-    program.
+    """The processes in the namespace of process `first`.
 
-    The working folder of the keeper process is the /proc of its process namespace.
+    The working folder of the calling process is the /proc of its own process namespace.
     """
 
     def __init__(self, holder: int) -> None:
@@ -29,9 +26,7 @@ class Programs:
         return [pid for name in os.listdir(".") if name.isdigit() and (pid := int(name)) not in others]
 
     def reap(self) -> dict[int, int]:
-        """Reap the ended children of the keeper process, and return their exit codes by process id; exit if the
-        namespace has ended.
-        """
+        """Reap ended child processes, and return their exit codes by process id; exit if the namespace has ended."""
         codes: dict[int, int] = {}
         while (found := os.waitpid(-1, os.WNOHANG | WALL))[0]:
             codes[found[0]] = os.waitstatus_to_exitcode(found[1])
@@ -40,9 +35,7 @@ class Programs:
         return codes
 
     def kill(self) -> dict[int, int]:
-        """Kill and reap every process in the namespace, which ends the namespace; return the exit codes of the keeper's
-        child processes by process id.
-        """
+        """Kill and reap every process in the namespace; return the exit codes of child processes by process id."""
         codes: dict[int, int] = {}
         if self.first:
             os.kill(self.first, signal.SIGKILL)
@@ -55,7 +48,7 @@ class Programs:
         return codes
 
     def is_ending(self) -> bool:
-        """Return whether the first process of the namespace was killed; no process in the namespace can kill it."""
+        """Return whether the first process of the namespace was killed, which no process in the namespace can do."""
         with contextlib.suppress(OSError), open(f"{self.first}/stat", "rb") as file:
             return bool(int(file.read().rpartition(b")")[2].split()[6]) & EXITING)
         return True

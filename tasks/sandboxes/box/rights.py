@@ -1,17 +1,16 @@
-"""Drops capabilities, and builds and installs the seccomp filter of the system calls that programs in a sandbox may not
-make.
+"""Drops capabilities, and builds and installs the seccomp filter that rejects system calls of programs in a sandbox.
 
-The seccomp filter rejects five kinds of system calls.
+Five kinds of system calls are rejected:
 
-* Some calls could reach beyond the sandbox: namespaces, mounts, sockets other than socket pairs, tracing, kernel keys
-  and BPF.
-* Some calls change another process of the same user, such as the sandbox's keeper: scheduling and limits.
-* Some calls use memory that no limit counts: io_uring, System V IPC, anonymous shared memory, and pages given to a pipe
-  or a socket.
-* Some calls exhaust a resource that all sandboxes share: file descriptors sent through a socket.
-* Some calls wait for the disks of the host.
+* Calls that reach beyond the sandbox: namespaces, mounts, sockets other than socket pairs, tracing, kernel keys and
+  BPF.
+* Calls that change other processes of the same user: scheduling and limits.
+* Calls for memory that no limit counts: io_uring, System V IPC, anonymous shared memory, and pages given to a pipe or a
+  socket.
+* Calls that use up a resource of all sandboxes: file descriptors sent through a socket.
+* Calls that wait for the disks of the host.
 
-A system call newer than the list in this module fails with ENOSYS.
+System calls newer than the list in this module fail with ENOSYS.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
 )
 SAME_CORES: tuple[Rule, ...] = (((203, 122), ()),)  # sched_setaffinity
 
-# PyDLL keeps the GIL during a call, so that a cloned process holds the GIL
+# PyDLL keeps the GIL during a call, so that a cloned process holds the GIL.
 libc: Any = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -183,11 +182,11 @@ def check(result: int, what: str) -> None:
 def build_filter(machine: str, more: Sequence[Rule] = ()) -> bytes:
     """Build the seccomp filter for a machine ("x86_64" or "aarch64"), as a classic BPF program.
 
-    Each rule in `more` rejects one more system call. The result is cached, and a forked process inherits the cache.
+    Each rule in `more` rejects one more system call. The filter is cached, and forked processes inherit the cache.
     """
     column = 0 if machine == "x86_64" else 1
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    # if clone3 fails with ENOSYS, the C library calls clone instead
+    # If clone3 fails with ENOSYS, the C library calls clone instead.
     code += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
     code += [(AT_LEAST, 0, 1, X32), (GIVE, 0, 0, REFUSE | errno.EPERM)]
     code += [(AT_LEAST, 0, 1, NEWEST + 1), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
@@ -211,8 +210,8 @@ def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, i
 
 
 def forbid_privileges() -> None:
-    """Drop all capabilities of this process except CAP_SYS_ADMIN, and prevent this process and its children permanently
-    from gaining other capabilities.
+    """Drop all capabilities of this process except CAP_SYS_ADMIN; this process and its children can never gain
+    others.
     """
     for capability in range(CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # the call fails for numbers above the last capability
@@ -240,7 +239,7 @@ NO_CAPABILITIES = pack_capabilities(0)
 
 
 class LoadedFilter:
-    """A seccomp filter in the form that the kernel reads; a forked process inherits it and need not build a filter."""
+    """A seccomp filter in the form that the kernel reads, which forked processes inherit."""
 
     def __init__(self, program: bytes) -> None:
         self._kept = ctypes.create_string_buffer(program, len(program))

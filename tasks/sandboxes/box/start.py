@@ -6,16 +6,13 @@
                                       owner --requests by the socket---------                 v
                                                                                             program
 
-The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has a user,
-process and mount namespace of its own in the box, and an empty folder `/work` in memory. The keeper enforces the limits
-of a program, and ends with the process that created the sandbox; the kernel kills all processes of the sandbox when the
-keeper ends. The holder forks the programs in a process namespace of their own, and turns a used sandbox into an unused
-one (see `holder`).
+The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has its own
+user, process and mount namespaces, and an empty folder `/work` in memory. The keeper enforces the limits of programs;
+when the keeper ends, the kernel kills all processes of the sandbox. The holder forks the programs, and empties the
+sandbox after each program (see `holder`).
 
-A program given as Python source runs in a fork of the holder, which descends from this process by forks, so common
-modules are already imported. No program sees data of another program, because neither the holder nor this process runs
-code of the model or reads its data. Each program starts with the same random seed, so that repeated runs give equal
-results.
+Python source runs in a fork of the holder, so that common modules are already imported. Each program starts with the
+same random seed, so that repeated runs have equal results.
 
 This file runs as `python -I -S start.py LIMITS`, where the JSON text `LIMITS` contains the file descriptor of the
 owner's socket.
@@ -47,7 +44,7 @@ from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, build_fi
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 
 PR_SET_PDEATHSIG = 1
-# clone flags for new user, mount and process namespaces; no IPC namespace, because the seccomp filter rejects IPC calls
+# new user, mount and process namespaces, but no IPC namespace, because the seccomp filter rejects IPC calls
 NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000
 # environment variables of a program, in addition to PATH
 VARIABLES = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
@@ -55,18 +52,18 @@ USER = 1000  # user and group id of a program in the sandbox's user namespace
 
 
 class Parent:
-    """Creates the keeper process of each sandbox, and kills a keeper on request."""
+    """Creates the supervising process of each sandbox, and kills it on request."""
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
         self._owner, self._limits = owner, limits
-        self._keepers: dict[int, int] = {}  # process id of a keeper -> number of its sandbox
+        self._keepers: dict[int, int] = {}  # process id of a supervising process -> number of its sandbox
         self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(ended)
 
     def serve(self) -> Request:
-        """Create and kill sandboxes on request. The method returns only in a process that was forked to run Python
-        source, and then it returns the program's request.
+        """Create and kill sandboxes on request. `serve` returns only in a process forked for Python source, with the
+        program's request.
         """
         while True:
             ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
@@ -87,8 +84,8 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, request: Request, fd: int) -> Request | None:
-        """Start a sandbox's keeper process in new namespaces. In a process that was forked to run Python source, return
-        the program's request; in this process, return None.
+        """Start the supervising process of a sandbox in new namespaces. The result is the program's request in a
+        process forked for Python source, and None in this process.
         """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
@@ -96,7 +93,7 @@ class Parent:
             os.close(go)
             return self._become_keeper(wait, fd, self._limits | request["limits"])
         os.close(wait)
-        # without the user id maps, no file system can be mounted; the keeper process reports such a failure
+        # Without user id maps, no file system can be mounted, which the supervising process reports.
         with contextlib.suppress(OSError):
             check(pid, "clone")
             self._keepers[pid] = request["number"]
@@ -110,7 +107,7 @@ class Parent:
     def _become_keeper(self, wait: int, fd: int, limits: dict[str, Any]) -> Request:
         owner = socket.socket(fileno=fd)
         try:
-            os.read(wait, 1)  # wait until the parent process has written the user id maps of this process
+            os.read(wait, 1)  # the parent process writes the user id maps of this process first
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(wait)
@@ -142,18 +139,17 @@ def become_user(user: int) -> None:
 
 
 def main() -> Request:
-    """Prepare this process, and create sandboxes. The function returns only in a process that was forked to run Python
-    source, and then it returns the program's request.
+    """Prepare this process, and create sandboxes. `main` returns only in a process forked for Python source, with the
+    program's request.
     """
     limits = json.loads(sys.argv[1])
     owner = socket.socket(fileno=limits["descriptor"])
     if limits["user"] is not None:
-        # bwrap hides parts of its /proc; without a new one, the kernel would not let keeper processes mount a /proc
+        # bwrap hides parts of its /proc, and the kernel would then not allow mounting another /proc.
         mount_proc()
         become_user(limits["user"])
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    # setting the user id clears the dumpable flag, and without this flag, the user id map of a keeper process cannot be
-    # written
+    # Setting the user id clears the dumpable flag, without which the user id map of a child process cannot be written.
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)

@@ -1,5 +1,5 @@
-"""Enforces a program's deadline and its limits of memory, processes and output; the sandbox's keeper process uses this
-module.
+"""Enforces a program's deadline and its limits of memory, processes and output, in the process that supervises the
+sandbox.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
 SHORT_SECONDS = 0.004  # seconds in which most programs of a few lines end
-# numbers of measurements with too much memory after which the processes are killed; a single measurement may be
-# too high: the pages of an ending child process are briefly counted twice, and a command of the guest process hides its
-# files until the command executes its program
+# numbers of measurements with too much memory after which processes are killed. A single measurement may be too high,
+# because the pages of an ending process are counted twice, or because a process hides its files while it starts.
 CERTAIN_POLLS, HIDDEN_POLLS = 2, 10
-# memory in KiB that hidden files may seem to need beyond twice the memory limit; the limit of address space is as
-# coarse
+# memory, in KiB, that hidden files may seem to need beyond twice the memory limit
 MOST_HIDDEN = 2**19
 CHUNK = 65536
 NO_CORE = 1  # core file limit in bytes; with 0, the kernel would still start the host's core dump handler
@@ -40,10 +38,10 @@ KCMP, SAME_MEMORY = {"x86_64": 312, "aarch64": 272}, 1
 
 
 class Watch:
-    """A running program whose output is read and whose limits are enforced by the sandbox's keeper process.
+    """A running program, whose output is read and whose limits are enforced.
 
     `pipes` are the read ends of the program's stdout and stderr. After `wait`, `end` says why the program ended, `code`
-    is its return code, and `output` is its stdout and stderr.
+    is its return code, and `output` its stdout and stderr.
     """
 
     def __init__(
@@ -65,7 +63,8 @@ class Watch:
         """Wait until the program ends by itself or is killed at a limit; `deadline` is a `time.monotonic` value."""
         now = time.monotonic()
         measure = now + POLL_SECONDS
-        # wait before reading: a short program's output fits into its pipes, so the keeper process wakes up only once
+        # The output of a short program fits into its pipes, so this process wakes up only once if it waits before
+        # reading.
         self._handle_events(min(SHORT_SECONDS, max(0.0, deadline - now)))
         for fd in self._outputs:
             self._poll.register(fd, select.POLLIN)
@@ -89,7 +88,8 @@ class Watch:
     def _handle_events(self, seconds: float) -> None:
         for fd, _ in self._poll.poll(seconds * 1000):
             if fd == self._owner.fileno():
-                # the process that created the sandbox is gone; the kernel then kills all processes of the sandbox
+                # The process that created the sandbox is gone, so the kernel kills all processes of the sandbox after
+                # this exit.
                 os._exit(0)
             elif fd == self._process:
                 self._reap()
@@ -100,7 +100,7 @@ class Watch:
         return find_excess(self._limits, self._programs.list_processes, ".")
 
     def _reap(self) -> None:
-        """Reap the ended child processes of the keeper process."""
+        """Reap ended child processes."""
         self.code = self._programs.reap().get(self._pid, self.code)
 
     def _read(self, fd: int) -> bool:
@@ -128,7 +128,7 @@ class Watch:
         self.code = self._programs.kill()[self._pid]
 
     def _drain(self) -> None:
-        """Read the remaining output, without waiting for child processes that are still running."""
+        """Read the remaining output, without waiting for running child processes."""
         for fd in list(self._outputs):
             while len(self._outputs[fd]) < self._limits["output_bytes"] and self._read(fd):
                 pass
@@ -138,8 +138,7 @@ class Watch:
 class Usage:
     """The resource usage of a process: memory in KiB, the folders of its threads in /proc, and open files.
 
-    `files` is the number of open files; if the process hides its open files, `hidden` is an upper bound of their
-    number.
+    `files` is the number of open files; if they are hidden, `hidden` is an upper bound of their number.
     """
 
     memory: int
@@ -149,16 +148,15 @@ class Usage:
 
 
 def find_excess(limits: dict[str, Any], list_processes: Callable[[], list[int]], proc: str = "/proc") -> str:
-    """Return the name of the limit that the sandbox's processes exceed, "processes" or "memory"; return "" if they
-    exceed neither.
+    """Return the limit that the sandbox's processes exceed, "processes" or "memory"; return "" if they exceed
+    neither.
 
     `list_processes` returns the ids of the sandbox's processes, as the mounted file system `proc` shows them.
 
-    Memory pages that processes share are counted once; among open files, only sockets are counted. The exact count is
-    slow, so it is only made if the sum over all processes exceeds the memory limit. If a process hides its open files
-    or its shared pages, all its files and pages are counted. A limit that only hidden files exceed must be exceeded in
-    all measurements, because any process may seem to hide its files while it starts. Hidden files count like measured
-    memory if they would need far more memory than the files of starting commands.
+    Shared memory pages are counted once; of the open files, only sockets are counted. The exact count is slow, so it is
+    made only if the sum over all processes exceeds the memory limit. Files and pages that a process hides are all
+    counted. A limit that only hidden files exceed must be exceeded in all measurements, because a starting process may
+    hide its files.
     """
     most, certain = limits["memory_bytes"] // 1024, 0
     for pause in (0.0, 0.0, *[POLL_SECONDS] * HIDDEN_POLLS):
@@ -179,10 +177,9 @@ def find_excess(limits: dict[str, Any], list_processes: Callable[[], list[int]],
 
 
 def _measure(process: str) -> Usage:
-    """Return the resource usage of the process with this folder in /proc; the usage of an ended process is zero.
+    """Return the resource usage of the process with this folder in /proc; zero for an ended process.
 
-    All threads are read, because the first thread of a process may have ended, and then reports no memory and no open
-    files.
+    All threads are read, because the first thread may have ended, and then reports no memory and no open files.
     """
     threads = [f"{process}/task/{name}" for name in _list(f"{process}/task") or ()]
     lists = [_list(f"{thread}/fd") for thread in threads]
@@ -194,7 +191,7 @@ def _measure(process: str) -> Usage:
 
 
 def _measure_exactly(found: dict[int, Usage], proc: str) -> int:
-    """Return the memory and the sockets of the given processes in KiB, without hidden files; count shared memory
+    """Return the memory and the sockets of the given processes in KiB, without hidden files; shared memory counts
     once.
     """
     memory, seen = 0, list[int]()
@@ -205,7 +202,7 @@ def _measure_exactly(found: dict[int, Usage], proc: str) -> int:
             seen.append(pid)
             exact = (_read_fields(f"{thread}/smaps_rollup", SHARED_OUT) for thread in usage.threads)
             shared_out = next((sum(fields.values()) for fields in exact if fields), None)
-            # the process hides its shared pages or has ended meanwhile
+            # The process hides its shared pages, or has ended.
             memory += _measure(f"{proc}/{pid}").memory if shared_out is None else shared_out
     sockets = {link for usage in found.values() for link in _read_links(usage.threads) if link.startswith("socket:")}
     return memory + SOCKET_KIB * len(sockets)
@@ -241,7 +238,7 @@ def _read_fields(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
 def limit_program(limits: dict[str, Any], seconds: float) -> None:
     """Limit the CPU time and the file sizes of this process and of its future children.
 
-    `seconds` is the program's deadline; the limit of CPU time allows all cores to be used until the deadline.
+    `seconds` is the deadline of the program, until which it may use all cores.
     """
     cpu = int(seconds * CORES) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
@@ -251,9 +248,9 @@ def limit_program(limits: dict[str, Any], seconds: float) -> None:
 def set_limits(limits: dict[str, Any]) -> None:
     """Set the limits of this process and its future children, except for CPU time and file sizes."""
     for which, most in (
-        # a coarse bound; `find_excess` enforces the exact memory limit
+        # a coarse limit; `find_excess` enforces the exact memory limit
         (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),
-        # the limit includes the keeper, the holder and process 1; the kernel enforces it for every user except root
+        # three more for the supervising processes; the kernel enforces this limit for every user except root
         (resource.RLIMIT_NPROC, limits["processes"] + 3),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_MEMLOCK, 2**20),

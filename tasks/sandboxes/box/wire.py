@@ -1,5 +1,5 @@
-"""Sends and receives the messages between the process that creates sandboxes and the processes in a box. A message
-consists of a JSON header, a body and file descriptors.
+"""Sends and receives the messages between the process that creates sandboxes and the processes in a container. A
+message consists of a JSON header, a body and file descriptors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 LENGTHS = struct.Struct("!II")  # length of the JSON header and length of the body, in bytes
 CHUNK = 65536
-# The holder's answer to an order of the keeper: error number or 0, process id of the first process in the programs'
-# namespace, process id of the forked program, and four file descriptors. These are the socket to the forked program,
-# its stdin, and the read ends of its stdout and stderr. After an error number, the answer contains the error's text.
+# The holder's answer to an order: error number or 0, process id of the first process in the programs' namespace,
+# process id of the forked program, and four file descriptors: the socket to the program, its stdin, and the read ends
+# of its stdout and stderr. After an error number, the text of the error follows.
 STARTED = struct.Struct("=7i")
-WARM = b"1"  # what a forked program sends when it can receive its request
+WARM = b"1"  # sent by a forked program that is ready for its request
 LONGEST_TEXT = 1024  # largest number of bytes of an error's text
 
 
 class Order(enum.Enum):
-    """What a sandbox's keeper process orders from its holder process."""
+    """What the supervising process of a sandbox orders from the process that forks programs."""
 
     RENEW = b"r"  # fork a program in a new process namespace with a new folder
     EMPTY = b"e"  # fork a program in a new process namespace, and keep the folder

@@ -1,4 +1,4 @@
-"""Starts, reads and kills child processes of the guest, which is the process that runs commands inside a sandbox."""
+"""Starts, reads and kills child processes of the process that runs commands inside a sandbox."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ READS = 16  # largest number of chunks that are read from one process before oth
 
 
 class GuestProcess:
-    """A child process of the guest in its own session, with the output that the child process has written."""
+    """A child process in its own session, with the output that it has written."""
 
     def __init__(
         self, roots: set[int], command: Sequence[str], request: Mapping[str, Any], outputs: int, **more: Any
     ) -> None:
-        """Start the process; if `outputs` is 2, stdout and stderr get separate pipes, and if `outputs` is 1, a common
-        pipe.
+        """Start the process; `outputs` is 2 for separate pipes of stdout and stderr, or 1 for a common pipe.
 
-        `roots` contains the ids of the guest's own child processes; `collect` removes this process from `roots`.
+        `roots` contains the ids of all started child processes, from which `collect` removes this process.
 
         Raises:
             OSError: the process cannot be started.

@@ -1,13 +1,11 @@
 """Runs an agent's commands and sessions in parallel, as a program inside one sandbox.
 
-The process that created the sandbox (see `workspace`) has the peer of the socket at file descriptor 3. A request and
-its answer are messages with a JSON header and a body (see `box.wire`); both carry the number of the request. A single
+The process that created the sandbox (see `workspace`) sends requests through the socket at file descriptor 3. A single
 thread serves all requests: each request is a generator that yields the file descriptors and the deadline that it waits
 for.
 
-Commands do not inherit file descriptor 3, and the kernel protects the memory and the file descriptors of this process
-from all other processes in the sandbox. A command can kill this process, which the sandbox's creator notices, but a
-command cannot forge an answer of this process.
+Commands cannot read the memory or the file descriptors of this process. A command can kill this process, but cannot
+forge an answer of it.
 """
 
 from __future__ import annotations
@@ -35,14 +33,13 @@ WALL = 0x40000000  # makes waitpid also reap children whose exit signal is not S
 
 
 class SandboxGuest:
-    """Answers the owner's requests. See the module's docstring."""
+    """Answers the requests of the process that created the sandbox."""
 
     def __init__(self, owner: socket.socket) -> None:
         self._owner = owner
         self._roots: set[int] = set()  # ids of the processes that this process started itself
         self._sessions: dict[str, GuestSession] = {}
-        # number of a request -> the request's generator, and the file descriptors and the time for which the generator
-        # waits
+        # number of a request -> its generator, and the file descriptors and the time that it waits for
         self._works: dict[int, tuple[Work, set[int], float]] = {}
         self._child, child = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -67,12 +64,12 @@ class SandboxGuest:
                 self._accept()
 
     def _accept(self) -> None:
-        """Receive and start the next request; exit this process if the sandbox's creator is gone."""
+        """Receive and start the next request; exit if the sandbox's creator is gone."""
         request, body, _ = receive(self._owner)
         self._advance(request["number"], getattr(self, f"do_{request['do']}")(request, body), None)
 
     def _advance(self, number: int, work: Work, ready: set[int] | None) -> None:
-        """Resume the generator of a request; if the generator has finished, send the answer."""
+        """Resume the generator of a request; send the answer if the generator has finished."""
         try:
             fds, until = next(work) if ready is None else work.send(ready)
             self._works[number] = (work, set(fds), until)
@@ -151,9 +148,7 @@ class SandboxGuest:
         return {}, b""
 
     def do_upload(self, request: Header, data: bytes) -> Work:
-        """Write a file and its missing parent folders; if `only_below` is true, reject paths outside the sandbox's
-        folder.
-        """
+        """Write a file and its missing parent folders; with `only_below`, reject paths outside the sandbox's folder."""
         path = request["path"]
         if request["only_below"]:
             write_file(*self._split(path), data)
@@ -166,7 +161,7 @@ class SandboxGuest:
         return {}, b""
 
     def do_download(self, request: Header, _: bytes) -> Work:
-        """Read a file of at most `most` bytes; if `only_below` is true, reject paths outside the sandbox's folder."""
+        """Read a file of at most `most` bytes; with `only_below`, reject paths outside the sandbox's folder."""
         path, most = request["path"], request["most"]
         data = (
             read_file(*self._split(path), most)
@@ -182,7 +177,7 @@ class SandboxGuest:
         return folder, path.removeprefix(f"{folder}/")
 
     def _collect_orphans(self) -> None:
-        """Reap ended orphans, processes that this process adopted but did not start."""
+        """Reap ended orphans, which are processes that this process adopted but did not start."""
         for pid in list_children(os.getpid()):
             if pid not in self._roots:
                 with contextlib.suppress(ChildProcessError):
@@ -201,7 +196,7 @@ def open_regular(path: str, flags: int) -> int:
     """Open a regular file without blocking; reject pipes, devices and files of /proc."""
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o755)
     try:
-        with contextlib.suppress(FileNotFoundError):  # /proc does not exist in some kinds of sandbox
+        with contextlib.suppress(FileNotFoundError):  # some kinds of sandbox have no /proc
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/proc/"):
                 raise OSError(errno.EACCES, "a file of /proc")
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -226,7 +221,7 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) and can_open("/proc/self/mem"):
         raise OSError(ctypes.get_errno(), "prctl")
-    # become the parent of orphaned processes; if the kernel refuses, the sandbox's keeper process reaps the orphans
+    # This process becomes the parent of orphaned processes; if the kernel refuses, the supervising process reaps them.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(CHANNEL, False)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # without this, commands would inherit an ignored SIGINT

@@ -1,11 +1,10 @@
 """Runs a session: a shell or a Python interpreter in a sandbox that keeps its state between runs.
 
-A session reads code from one pipe, and writes the number and the exit code of each run to a second pipe, which the
-commands of a shell do not inherit. So the output of a command is never mistaken for the end of a run.
+A session writes the exit code of each run to a separate pipe, so that output is never mistaken for the end of a run.
 
-If a run takes too long or prints too much, the session is interrupted as by Ctrl-C, and its state is kept. A session
-that ignores the interrupt is killed, and the next run starts a new session. A run that its caller stops is interrupted
-in the same way.
+If a run takes too long or prints too much, the session is interrupted as by Ctrl-C, and keeps its state. A session that
+ignores the interrupt is killed, and the next run starts a new session. A run is interrupted in the same way if its
+caller stops it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SOON = 0.01  # seconds between two writes of a long input
 STOP_SECONDS, STOPS = 0.4, 5  # seconds that a run may take to end after an interrupt, and largest number of interrupts
 PYTHON = ("python3", "-X", "utf8")
 Header = dict[str, Any]
-# A request's generator yields file descriptors and a time, and is resumed with the ready descriptors.
+# The generator of a request yields file descriptors and a time, and is resumed with the ready descriptors.
 Work = Generator[tuple[Sequence[int], float], set[int], Any]
 
 SHELL_START = "set +H +o history; unset HISTFILE"
@@ -85,7 +84,7 @@ class GuestSession:
         self._number_in_shell = -1  # file descriptor of the pipe for exit codes in the shell
         self._number = self._last = 0  # number of the current run, and exit code of the previous run
         self._statement = bytearray()
-        self._is_over = False  # True once no process has the write end of the pipe for exit codes open
+        self._is_over = False  # True once the write end of the pipe for exit codes is closed
         self.is_busy = self.is_stopped = False
         self.request = 0  # number of the request whose code runs
 
@@ -152,11 +151,11 @@ class GuestSession:
         self._number += 1
         first = "\n".join([SHELL_START, *self._opened["start"]])
         yield from self._run(first, time.monotonic() + request["timeout"], request["most"])
-        self._process.take_output(request["most"])  # drop the warning of an interactive shell that it has no terminal
+        self._process.take_output(request["most"])  # an interactive shell warns that it has no terminal
 
     def _run(self, code: str, deadline: float, most: int) -> Work:
-        """Send code to the session and wait for the end of the run; return why the run ended, and its exit code or None
-        if unknown.
+        """Send code to the session and wait for its end; return why the run ended, and its exit code or None if
+        unknown.
         """
         assert self._process is not None
         data = memoryview(self._write_order(code))
@@ -184,9 +183,7 @@ class GuestSession:
                 limit, stops = time.monotonic() + STOP_SECONDS, stops + 1
 
     def _stop(self, before: set[int] | None) -> None:
-        """Interrupt the run; if `before` is given, also kill the descendants of the session that are not in
-        `before`.
-        """
+        """Interrupt the run; with `before`, also kill descendants of the session that are not in `before`."""
         assert self._process is not None
         if before is not None:
             kill_processes(set(list_descendants([self._process.pid])) - before)
@@ -201,9 +198,7 @@ class GuestSession:
         return f"{run}\nprintf '%s %s\\n' {self._number} $? >&{status}\n".encode(errors="surrogateescape")
 
     def _read_status(self) -> int | None:
-        """Return the exit code of the current run if the session has written it, ignoring exit codes of earlier
-        runs.
-        """
+        """Return the exit code of the current run, if the session has written it."""
         with contextlib.suppress(BlockingIOError):
             part = os.read(self._statuses, CHUNK)
             self._is_over = not part

@@ -1,5 +1,5 @@
-"""The programs that create and supervise sandboxes that are plain or Landlock-confined processes of the host; see
-`start`.
+"""The programs that create and supervise sandboxes that are plain or Landlock-confined processes of the host (see
+`start`).
 
-These modules import only the standard library and, for the kind "sandlock", the package sandlock.
+Modules here import only the standard library and, for the kind "sandlock", the package sandlock.
 """

@@ -1,5 +1,5 @@
-"""Runs the keeper, a process that supervises one sandbox whose programs are processes of the host. The keeper runs one
-program at a time, as requested by the process that created the sandbox, and enforces the limits.
+"""Supervises one sandbox whose programs are processes of the host, in a process called the keeper. Programs run one at
+a time, as requested by the process that created the sandbox, within the limits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Request = dict[str, Any]
 
 
 class HostKeeper:
-    """Answers the requests of the process that created the sandbox. See the module's docstring."""
+    """Answers the requests of the process that created the sandbox."""
 
     def __init__(self, owner: socket.socket, settings: dict[str, Any], folder: str, launch: Launch) -> None:
         """Create the folder `work` for the program's own files, and the folder `program` for its source code and
@@ -68,13 +68,13 @@ class HostKeeper:
         self._owner.sendall(pack(header, body))
 
     def _watch_children(self) -> None:
-        """Enforce the limits on processes that outlived their program, until the next request arrives."""
+        """Enforce the limits on processes that outlived their program, until the next request."""
         while not select.select([self._owner], [], [], POLL_SECONDS if self._list() else None)[0]:
             if find_excess(self.settings, self._list) or self._find_folder_excess():
                 self._kill_all()
 
     def _run(self, request: Request, body: bytes, fds: list[int]) -> None:
-        """Run a program, and send the program's result to the process that created the sandbox."""
+        """Run a program, and send its result to the process that created the sandbox."""
         began = time.monotonic()
         out, err = os.pipe(), os.pipe()
         order = self._write_order(request, body, has_channel=bool(fds))
@@ -95,8 +95,8 @@ class HostKeeper:
         self._answer(result | {"stdout": len(output[0])}, output[0] + output[1])
 
     def _write_order(self, request: Request, stdin: bytes, *, has_channel: bool) -> str:
-        """Write the program's stdin and the JSON file that describes the program (see `host.program`); return the JSON
-        file's path.
+        """Write the program's stdin and the JSON file that describes the program (see `host.program`); return the path
+        of the file.
         """
         paths = [os.path.join(self.program, name) for name in ("order.json", "stdin")]
         order = request | {name: self.settings[name] for name in GIVEN}
@@ -126,7 +126,7 @@ class HostKeeper:
 
 
 class HostWatch:
-    """A running program whose output is read and whose limits are enforced by the sandbox's keeper process.
+    """A running program, whose output is read and whose limits are enforced.
 
     `pipes` are the read ends of the program's stdout and stderr. After `wait`, `end` says why the program ended, and
     `code` is its exit code.
@@ -165,9 +165,7 @@ class HostWatch:
         os.close(self._process)
 
     def drain(self) -> tuple[bytes, bytes]:
-        """Read the remaining output, without waiting for child processes that are still running; return stdout and
-        stderr.
-        """
+        """Read the remaining output, without waiting for running child processes; return stdout and stderr."""
         for fd in list(self._open):
             while fd in self._open and len(self._output[fd]) < self._most and self._read(fd):
                 pass
@@ -202,7 +200,7 @@ class HostWatch:
         return bool(part)
 
     def _stop(self, end: str) -> None:
-        """Kill the program and its descendants, and reap the program; the descendants are reaped later."""
+        """Kill the program and its descendants, and reap the program."""
         self.end = end
         for pid in list_descendants([self._launched.pid]):
             with contextlib.suppress(ProcessLookupError):

@@ -14,8 +14,8 @@ READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 READABLE_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 FINISH_SECONDS = 5.0
-# Landlock does not control the system calls that change permissions, owners, times or attributes of files.
-# The filter rejects these calls even for the program's own files, but a program may set the times of an open file.
+# Landlock does not control system calls that change permissions, owners, times or attributes of files, so the filter
+# rejects them. A program may still set the times of an open file.
 METADATA: tuple[Rule, ...] = (
     *(((90, None), ()), ((91, 52), ()), ((268, 53), ())),  # chmod, fchmod, fchmodat
     *(((92, None), ()), ((93, 55), ()), ((94, None), ()), ((260, 54), ())),  # chown, fchown, lchown, fchownat

@@ -1,7 +1,7 @@
-"""Sets the limits and the file descriptors of a sandboxed program, and then becomes this program.
+"""Sets the limits and the file descriptors of a sandboxed program, and then becomes the program.
 
-This file runs as `python -S program.py ORDER`, where `ORDER` is a JSON file that describes the program. This file
-imports only the standard library, because a confined program can read no other modules.
+This file runs as `python -S program.py ORDER`, where `ORDER` is a JSON file that describes the program. Only the
+standard library is imported, because a confined program can read no other modules.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 def set_limits(order: dict[str, Any]) -> None:
     """Set the resource limits of this process (setrlimit)."""
     for which, most in (
-        # a coarse bound; the sandbox's keeper process enforces the exact memory limit
+        # a coarse limit; the supervising process enforces the exact memory limit
         (resource.RLIMIT_AS, 2 * order["memory_bytes"] + 2**29),
         (resource.RLIMIT_NOFILE, order["open_files"]),
         (resource.RLIMIT_FSIZE, order["folder_bytes"]),

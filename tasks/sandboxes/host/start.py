@@ -5,9 +5,9 @@
                                                         v
                                                       program
 
-The keeper is the process that supervises one sandbox. A keeper adopts the orphans of its programs, and this process
-adopts the orphans of keepers. Every process that a program started is therefore killed, even if the process has left
-its session, when the program ends, when its sandbox is closed, or when the owner of the sandboxes dies.
+A keeper is the process that supervises one sandbox. The keeper adopts orphans of its programs, and this process adopts
+orphans of keepers. Thus every process of a program is killed when the program ends, when its sandbox is closed, or when
+the owner dies.
 
 This file runs as `python -I -S start.py SETTINGS`, where the JSON text `SETTINGS` contains the file descriptor of the
 owner's socket.
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 SANDBOXES = os.path.dirname(os.path.dirname(__file__))
-# Register empty packages, because the real `__init__` modules import pydantic, which is missing here.
+# The real `__init__` modules import pydantic, which is missing here, so empty packages are registered.
 for name, path in (("rollflow", ""), ("rollflow.tasks", ""), ("rollflow.tasks.sandboxes", SANDBOXES)):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
@@ -52,19 +52,17 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class HostParent:
-    """Creates the keeper process of each sandbox, and kills a keeper on request."""
+    """Creates the supervising process of each sandbox, and kills it on request."""
 
     def __init__(self, owner: socket.socket, settings: dict[str, Any], launch: Launch) -> None:
         self._owner, self._settings, self._launch = owner, settings, launch
-        self._keepers: dict[int, int] = {}  # process id of a keeper -> number of its sandbox
+        self._keepers: dict[int, int] = {}  # process id of a supervising process -> number of its sandbox
         self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(ended)
 
     def serve(self) -> NoReturn:
-        """Answer requests to create and kill sandboxes; when the requesting process is gone, kill all sandboxes and
-        exit.
-        """
+        """Create and kill sandboxes on request; when the requesting process is gone, kill all sandboxes and exit."""
         while True:
             ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
             if self._ended in ready:
@@ -115,7 +113,7 @@ class HostParent:
                 os.kill(pid, signal.SIGKILL)
 
     def _collect(self) -> None:
-        """Reap ended keeper processes, kill the processes of their sandboxes, and delete their folders."""
+        """Reap ended supervising processes, kill the processes of their sandboxes, and delete their folders."""
         numbers = []
         try:
             while pid := os.waitpid(-1, os.WNOHANG | WALL)[0]:
@@ -132,7 +130,7 @@ class HostParent:
 
 
 def end_keeper() -> NoReturn:
-    """Kill all processes of this keeper's sandbox, and exit the keeper process."""
+    """Kill all processes of the sandbox that this process supervises, and exit."""
     kill_children(lambda: list_children(os.getpid()))
     os._exit(0)
 
@@ -146,9 +144,7 @@ def remove_folder(folder: str) -> None:
 
 
 def give_up_capabilities() -> None:
-    """Drop all capabilities of this process and its children, so that root has no rights beyond those of a file's
-    owner.
-    """
+    """Drop all capabilities of this process and its children, so that root has only the rights of a file's owner."""
     for capability in range(CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # the call fails for numbers above the last capability
     check(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24)), "capset")
@@ -159,7 +155,7 @@ def main() -> NoReturn:
     settings = json.loads(sys.argv[1])
     owner = socket.socket(fileno=settings["descriptor"])
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-    # ignore Ctrl-C: the process that started this one handles it, and then closes the socket
+    # The process that started this one handles Ctrl-C, and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o022)
     makers: dict[str, Callable[[dict[str, Any]], Launch]] = {

@@ -12,7 +12,7 @@ from rollflow.tasks.sandboxes.box.tree import list_children, list_descendants
 
 
 def kill_children(list_roots: Callable[[], list[int]]) -> None:
-    """Kill and reap the child processes that `list_roots` returns and all their descendants, until `list_roots` returns
+    """Kill and reap the child processes that `list_roots` returns, with all descendants, until `list_roots` returns
     none.
 
     `list_roots` is called repeatedly, because orphans of a killed process become children of this process.
@@ -27,7 +27,7 @@ def kill_children(list_roots: Callable[[], list[int]]) -> None:
 
 
 def collect_orphans(program: int) -> None:
-    """Reap all ended child processes of this process except the process `program`."""
+    """Reap all ended child processes except the process `program`."""
     for pid in list_children(os.getpid()):
         if pid != program:
             with contextlib.suppress(ChildProcessError):

@@ -1,11 +1,10 @@
 """The HTTP application: checks the token, limits the load, and serves the protocols of SandboxFusion and ROCK.
 
-* A request without the server's token gets status 401 before its body is read. `GET /v1/ping` needs no token.
-* A server without a token rejects requests that a web page sent, because otherwise any web site could run programs.
-* At most `at_once` requests to `/run_code` run at the same time, and at most `queue` requests wait. A request beyond
-  these limits gets HTTP status 503.
-* A request may wait for `queue_seconds` and send its body for `body_seconds`. Each program has its own time limit.
-* If a caller of `/run_code` disconnects, the server kills the caller's program.
+* A request without the server's token gets status 401, except `GET /v1/ping`.
+* A server without a token rejects requests from web pages, because otherwise any web site could run programs.
+* At most `at_once` requests to `/run_code` run, and at most `queue` requests wait; other requests get status 503.
+* A request may wait for `queue_seconds`, and send its body for `body_seconds`.
+* If a caller of `/run_code` disconnects, its program is killed.
 """
 
 from __future__ import annotations
@@ -79,9 +78,7 @@ class Full(Exception):
 
 
 def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> FastAPI:
-    """Build the HTTP application on sandboxes that are already started; if `token` is None, any caller may run
-    programs.
-    """
+    """Build the HTTP application on started sandboxes; if `token` is None, any caller may run programs."""
     app = FastAPI(title="rollflow sandboxes", openapi_url=None, docs_url=None, redoc_url=None)
     gate = Gate(bounds)
     live = LiveSandboxes(sandboxes, bounds.live)

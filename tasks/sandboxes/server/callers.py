@@ -31,8 +31,8 @@ class Refusal:
 
 
 def refuse_caller(request: Request, token: str | None) -> Refusal | None:
-    """Return a refusal if the request lacks the server's token, or if the server has no token and a web page sent the
-    request; otherwise return None.
+    """Return a refusal if the request lacks the server's token, or comes from a web page to a server without a token;
+    otherwise return None.
     """
     if token is None:
         page = "a web page sent the request; pages may not run programs"
@@ -45,7 +45,7 @@ def refuse_caller(request: Request, token: str | None) -> Refusal | None:
 
 
 def has_token(header: str, token: str) -> bool:
-    """Return whether an Authorization header contains the token, either as Bearer or as the password of Basic."""
+    """Return whether an Authorization header contains the token, as Bearer or as the password of Basic."""
     kind, _, value = header.partition(" ")
     if kind.lower() == "basic":
         try:

@@ -1,10 +1,9 @@
 """The running sandboxes of ROCK's protocol, each of which exists until its caller stops it.
 
 * At most `most` sandboxes exist at the same time.
-* A sandbox that gets no request for `clear_seconds` is stopped, so that a dead caller leaves no sandboxes behind.
-* A failed sandbox is removed when a request or the periodic check finds the failure. The next call of
-  `Sandboxes.open_workspace` restarts the processes that all sandboxes share, if these processes have died.
-* The method `close` ends every sandbox.
+* A sandbox without a request for `clear_seconds` is stopped, so that a dead caller leaves no sandboxes behind.
+* A failed sandbox is removed at the next request or periodic check.
+* `close` ends every sandbox.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class LiveSandbox:
 
 
 class LiveSandboxes:
-    """Starts, finds and stops the sandboxes of ROCK's protocol. See the module's docstring."""
+    """Starts, finds and stops the sandboxes of ROCK's protocol."""
 
     def __init__(self, sandboxes: Sandboxes, most: int) -> None:
         self._sandboxes, self._most = sandboxes, most
@@ -108,8 +107,8 @@ class LiveSandboxes:
 
     @asynccontextmanager
     async def use(self, identity: str) -> AsyncIterator[LiveSandbox]:
-        """Keep a sandbox from being stopped for inactivity during a `with` block; stop the sandbox if `SandboxFailed`
-        is raised.
+        """Keep a sandbox running during a `with` block, even if it gets no requests; stop it if `SandboxFailed` is
+        raised.
         """
         live = self.find(identity)
         live.running += 1
@@ -123,7 +122,7 @@ class LiveSandboxes:
             live.used = time.monotonic()
 
     async def is_alive(self, identity: str) -> bool:
-        """Return whether a sandbox answers; stop a sandbox that does not answer."""
+        """Return whether a sandbox answers; stop it if it does not."""
         if (live := self._live.get(identity)) is None:
             return False
         if not (alive := await live.workspace.is_alive()):

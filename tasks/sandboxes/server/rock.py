@@ -1,11 +1,11 @@
 """Answers the HTTP requests of ROCK's protocol, version 1, below the path `/apis/envs/sandbox/v1`.
 
-Requests and answers have ROCK's format, so ROCK's SDK `rl-rock` works without changes. Each answer is a JSON object
-with a status and a result. As in ROCK, a failed request gets HTTP status 200, the status "Failed" and a reason. Unknown
-keys are ignored. A path in a request can name any file that a program in the sandbox can reach (see `base.Workspace`).
+Requests and answers have ROCK's format, so ROCK's SDK `rl-rock` works without changes. As in ROCK, a failed request has
+HTTP status 200, the status "Failed" and a reason. A path in a request can name any file that a program in the sandbox
+can reach.
 
-As in ROCK, a command that takes too long has the exit code -1. The key `end` of a result, an extension of ROCK's
-protocol, says why a command ended.
+As in ROCK, a command that takes too long has the exit code -1; the additional key `end` of a result says why a command
+ended.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class RockService:
 
 
 async def check_user(live: LiveSandbox, user: str) -> None:
-    """Check that the programs of a sandbox run as this user, given by name or number; "" stands for any user.
+    """Check that the programs of a sandbox run as this user, given by name or number; "" means any user.
 
     Raises:
         Refused: the programs run as another user.
@@ -341,7 +341,8 @@ async def read_upload(request: Request, limits: BodyLimits) -> tuple[str, str, b
 
 
 async def envelop(request: Request, token: str | None, do: Callable[[], Awaitable[Any]]) -> JSONResponse:
-    """Answer a request in ROCK's format; if the caller lacks the token, reject the request before its body is read."""
+    """Answer a request in ROCK's format; without the server's token, the request is rejected before its body is
+    read."""
     if refused := refuse_caller(request, token):
         return JSONResponse(describe_failure(BAD_REQUEST, refused.reason), refused.status, refused.headers)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# largest time limit of a command in seconds; a command whose request has no time limit gets this limit
+# largest time limit of a command in seconds, and the default of requests without a limit
 LONGEST_COMMAND = 3600.0
 
 
@@ -39,7 +39,7 @@ class ExecuteRequest(SandboxRequest):
     error_msg: str = ""
     cwd: str | None = None
     env: dict[str, str] | None = None
-    # This key is an extension of ROCK's protocol. If it is false, background processes of the command are killed.
+    # An extension of ROCK's protocol: if false, background processes of the command are killed.
     keep_children: bool = True
 
 

@@ -1,7 +1,7 @@
 """Runs programs in sandboxes for the requests `POST /run_code` of SandboxFusion's protocol.
 
-Requests and answers have SandboxFusion's format, so clients of SandboxFusion work without changes. Unknown keys of a
-request are ignored. Each request runs in a new sandbox, which is closed before the answer is sent.
+Requests and answers have SandboxFusion's format, so its clients work without changes. Each request runs in a new
+sandbox, which is closed before the answer is sent.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CommandRunResult(BaseModel):
 class RunCodeResponse(BaseModel):
     """The body of an answer.
 
-    `status` is "Success" if every command returned 0, and "Failed" if some command returned another number. `status` is
-    "SandboxError" if the sandbox failed or the request is invalid, and `message` then gives the reason.
+    `status` is "Success" if every command returned 0, and "Failed" if a command returned another number. If the sandbox
+    failed or the request is invalid, `status` is "SandboxError", and `message` gives the reason.
     """
 
     status: Literal["Success", "Failed", "SandboxError"]
@@ -77,7 +77,7 @@ class RunCodeResponse(BaseModel):
 class Language:
     """The commands that compile and run a program of one language.
 
-    If `file` is empty, the language is Python, and the program runs in an interpreter that was started before.
+    If `file` is empty, the language is Python, and the program runs in an interpreter that is already started.
     """
 
     run: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ async def _run_in(sandbox: Sandbox, language: Language, request: RunCodeRequest,
         compiled = _describe(await sandbox.exec(Program(command=language.compile, timeout=request.compile_timeout)))
         if compiled.status != "Finished" or compiled.return_code:
             return RunCodeResponse(status="Failed", compile_result=compiled)
-        # An upload makes the compiled program executable; in some kinds of sandbox, a compiler cannot do so.
+        # An upload makes the compiled program executable, which a compiler cannot do in some kinds of sandbox.
         await sandbox.upload("program", await sandbox.download("main"))
     program = Program(code=request.code, stdin=stdin, timeout=request.run_timeout)
     if language.file or limit:

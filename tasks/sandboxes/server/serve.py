@@ -1,4 +1,4 @@
-"""Runs the HTTP server for sandboxes, and stores the server's token in a file that only the file's owner can read."""
+"""Runs the HTTP server for sandboxes, and stores its token in a file that only the owner can read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_SECONDS = 2  # seconds that running requests get to finish when the server s
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file; if the file is missing, create the file with a new token and mode 0600.
+    """Return the token in a file; if the file is missing, create it with a new token and mode 0600.
 
     Raises:
         ConfigError: the token's file is empty, cannot be written, or can be read by other users.
@@ -85,10 +85,10 @@ class SandboxServer(uvicorn.Server):
 async def serve_sandboxes(
     config: SandboxBase, host: str, port: int, token: str | None, bounds: ServerBounds, tell: Callable[[str], None]
 ) -> None:
-    """Serve sandboxes over HTTP until SIGINT or SIGTERM; the limits in `config` replace the limits of memory and body
-    size in `bounds`.
+    """Serve sandboxes over HTTP until SIGINT or SIGTERM; limits in `config` replace those of memory and body size in
+    `bounds`.
 
-    The function calls `tell` with the server's address once the server accepts requests.
+    `tell` is called with the server's address once the server accepts requests.
 
     Raises:
         ConfigError: the port cannot be opened, or this machine cannot run this kind of sandbox.
