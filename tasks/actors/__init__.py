@@ -1,1 +1,1 @@
-"""Defines the Ray actors of a training run. No other folder of `tasks` imports Ray."""
+"""Defines the Ray actors of a training run; no other folder of `tasks` imports Ray."""

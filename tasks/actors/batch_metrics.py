@@ -25,7 +25,8 @@ def compute_batch_metrics(
 ) -> dict[str, float]:
     """Compute the mean reward, accuracy, staleness, token counts and discards of a training batch.
 
-    Responses that nobody could judge and that are left out count only in `response_tokens` and `left_out_tokens`.
+    Responses that are left out because nobody could judge them count only in `response_tokens` and
+    `left_out_tokens`.
     """
     every, batch = batch, batch.judged
     rewards = _read_rewards(batch)
@@ -63,10 +64,8 @@ def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
 
 
 def _compute_role_rewards(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean reward of each role, without the rewards of its tokens. If a role acts several times in an
-    episode, its reward counts once.
-
-    At most `MOST_PARTS` roles are included.
+    """Compute the mean reward of each role, without the rewards of its tokens, for at most `MOST_PARTS` roles. The
+    reward of a role counts once per episode.
     """
     if batch.optional("role") is None:
         return {}
@@ -79,11 +78,11 @@ def _compute_role_rewards(batch: TrajectoryBatch) -> dict[str, float]:
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:
-    """Compute, for each domain, the number of groups of responses in a batch and the mean of each part of the reward.
+    """Compute, for each domain, the number of groups of responses in a batch and the mean of each part of the
+    reward.
 
-    If the run has several domains, compute each domain's mean reward, accuracy and response length, too. Over many
-    batches, the numbers of groups of responses per domain approach the configured shares. A domain without responses in
-    the batch gets no reward and no accuracy. Responses that are left out do not count.
+    With several domains, each domain's mean reward, accuracy and response length are also computed. Responses that are
+    left out do not count.
     """
     batch = batch.judged
     found = batch.domains
@@ -106,9 +105,9 @@ def part_metric(domain: str, part: str) -> str:
 
 
 def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean of each part of the reward, separately for each domain.
+    """Compute the mean of each part of the reward, for each domain.
 
-    At most `MOST_PARTS` parts of the reward are included for each domain.
+    At most `MOST_PARTS` parts are included for each domain.
     """
     if (column := batch.optional("reward_parts")) is None:
         return {}
@@ -135,7 +134,7 @@ def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
 
 
 def compute_skip_metrics(state: RunState, config: RunConfig) -> dict[str, float]:
-    """Compute, for each domain, the share of the prompts that the newest epoch skips because the policy solves them."""
+    """Compute, for each domain, the share of the prompts that the newest epoch skips because they are solved."""
     shares = share_skipped(state, [source.domain for source in config.prompts])
     return {f"skipped_{safe_name(domain)}": share for domain, share in shares.items()}
 

@@ -1,13 +1,9 @@
-"""Sends batches from the rollout stage to the learner through a Ray actor, the channel. A run has one channel actor.
+"""Sends batches from the rollout stage to the learner through a Ray actor, the channel.
 
-A batch is sent as an Arrow buffer or as the name of a local file. A learner that receives the name of a local file
-memory-maps the file. A learner on a machine without the batch's file asks the channel for the bytes. The channel's
-actor itself puts each buffer into Ray's object store, because Ray loses an object when the process that put it ends.
-The channel's actor returns an object reference, so that the learner reads the batch from shared memory without a copy.
+A batch is sent as the name of a local file or, to another machine, as an Arrow buffer in Ray's object store.
 
-If a call to the channel's actor fails because the actor is dead, the client repeats the call on the new actor.
-Repeating a call to the channel's actor neither loses nor duplicates a batch. After a restart, the channel's actor reads
-lost batches from storage.
+A call to a dead channel actor is repeated on the new actor, which neither loses nor duplicates a batch. After a
+restart, the channel's actor reads lost batches from storage.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ class StoredBatches:
     """
 
     def __init__(self, run: ObjectStore) -> None:
-        """Create the object without reading storage, so that the actor starts even while storage does not answer."""
+        """Create the object without reading storage, so that the actor starts even if storage does not answer."""
         self._run = run
         self._is_local = run.local_path("log") is not None
 
@@ -53,8 +49,7 @@ class StoredBatches:
     async def entry(self, number: int) -> int | None:
         """Find the log entry of a batch; implements `Source.entry`.
 
-        If the log is in a local folder, it is read without a thread, because the lookup is faster than starting a
-        thread.
+        A log in a local folder is read without a thread, because the read is faster than starting a thread.
         """
         if self._is_local:
             return self._entry(number)
@@ -76,7 +71,7 @@ class StoredBatches:
 
 
 class ChannelActor:
-    """Ray actor that serves a `Channel` of batches. Each batch is a file name or a reference to an Arrow buffer."""
+    """Ray actor that serves a `Channel` of batches, each a file name or a reference to an Arrow buffer."""
 
     def __init__(self, run: ObjectStore, capacity: int, version: int, lease: Lease | None = None) -> None:
         if lease:
@@ -84,27 +79,27 @@ class ChannelActor:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
-        """Return after `seconds`. If the actor dies during the call, Ray raises an error at the caller."""
+        """Return after `seconds`, so that a waiting caller gets an error if the actor dies."""
         await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
-        """Put a batch into the channel. `payload` is an Arrow buffer or the name of a file.
+        """Put a batch into the channel, as an Arrow buffer or as the name of a file.
 
-        The channel does not verify a batch, because the learner verifies each batch before training on it.
+        The channel does not verify the batch, because the learner does.
         """
         held = payload if isinstance(payload, str) else ray.put(payload)
         await self.channel.put(number, held, deadline, entry)
 
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
-        """Lease a batch to the learner. Return a file name, or a list with one object reference.
+        """Lease a batch to the learner; return a file name, or a list with one object reference.
 
-        The object reference is in a list, because Ray would replace a bare object reference by the object.
+        The reference is in a list, because Ray would replace a bare reference by the object.
         """
         held = await self.channel.lease(number, deadline, afresh=afresh)
         return held if isinstance(held, str) else [held]
 
     async def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number`, and announce to all clients the policy version that was trained on the batch."""
+        """Acknowledge batch `number`, and announce the policy version that was trained on it."""
         await self.channel.ack(number)
         await self.channel.announce(version)
 
@@ -117,7 +112,7 @@ class ChannelActor:
         return await self.channel.wait_version(after, deadline)
 
     async def count_waiting(self) -> int:
-        """Return the number of batches in the channel that the learner has not acknowledged."""
+        """Return the number of batches that the learner has not acknowledged."""
         return self.channel.waiting
 
 
@@ -142,14 +137,14 @@ def start_channel(
 class RayChannel:
     """Client of the channel's actor.
 
-    While the channel's actor is being restarted, a call waits until the call's time limit.
+    A call waits, up to its time limit, while the channel's actor is being restarted.
     """
 
     def __init__(self, actor: Any = None) -> None:
         self._actor = actor
 
     async def put(self, number: int, payload: object, deadline: float, entry: int = 0) -> None:
-        """Put a batch into the channel. If `payload` is a `Path`, only the file's name is sent."""
+        """Put a batch into the channel; of a `Path`, only the name of the file is sent."""
         sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes a string without pickling it
         await self._wait(lambda a, left: a.put.remote(number, sent, left, entry), deadline, f"take batch {number}")
 
@@ -158,19 +153,19 @@ class RayChannel:
         return int(await self._wait(lambda a, left: a.wait_version.remote(after, left), deadline, "tell the version"))
 
     async def count_waiting(self) -> int:
-        """Return the number of batches in the channel that the learner has not acknowledged."""
+        """Return the number of batches that the learner has not acknowledged."""
         return int(await self._wait(lambda a, _: a.count_waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """Lease a batch to the learner. A call of `lease` blocks its thread until the batch arrives.
+        """Lease a batch to the learner; the call blocks its thread until the batch arrives.
 
-        The returned buffer is a view of shared memory, not a copy.
+        The returned buffer is a view of shared memory.
         """
         patience = _CallDeadline(deadline, f"lease batch {number}")
         while True:
             with patience.translate_errors():
                 while isinstance(leased := self._lease(number, patience, afresh=afresh), str):
-                    afresh = True  # request the bytes of the batch, because the batch's file is not on this machine
+                    afresh = True  # request the bytes of the batch, because its file is not on this machine
                 return leased
             self._actor, afresh = None, True  # the actor may have lost its copy of the batch
             time.sleep(AGAIN_SECONDS)
@@ -186,14 +181,11 @@ class RayChannel:
         return ray.get(held[0], timeout=patience.left)
 
     def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number`, and announce the policy version trained on the batch.
-
-        The call blocks its thread.
-        """
+        """Acknowledge batch `number`, and announce the policy version trained on it; the call blocks its thread."""
         self._get(lambda a: a.finish.remote(number, version), f"acknowledge batch {number}")
 
     def announce(self, version: int) -> None:
-        """Announce to all clients that a policy version is published. The call blocks its thread."""
+        """Announce to all clients that a policy version is published; the call blocks its thread."""
         self._get(lambda a: a.announce.remote(version), f"announce version {version}")
 
     @property
@@ -254,12 +246,12 @@ class _CallDeadline:
     def translate_errors(self) -> Iterator[None]:
         """Translate Ray's errors into our own.
 
-        The loss of the channel's actor or of a batch is ignored until the call's time limit.
+        The loss of the actor or of a batch is ignored until the call's time limit.
         """
         waited = self._deadline + GRACE_SECONDS
         try:
             yield
-        # this error may be a `TimeoutError` that the channel itself raised
+        # This error may be a `TimeoutError` that the channel itself raised.
         except ray.exceptions.RayTaskError as error:
             raise _unwrap(error) from None
         except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
@@ -276,10 +268,7 @@ def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:
 
 
 class BatchFeed(Protocol):
-    """The methods of the channel that the learner calls.
-
-    The class `RayChannel` implements the methods of `BatchFeed`.
-    """
+    """The methods of the channel that the learner calls; `RayChannel` implements them."""
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
 

@@ -1,12 +1,10 @@
-"""Imports modules in a Ray worker process before an actor starts in the process.
+"""Imports modules in a Ray worker process before an actor starts in it.
 
-A *spare* is a worker process that Ray starts before any run needs the process (`flows.services.spares`). A spare
-imports all modules that one kind of actor needs. An actor of this kind later starts in the spare worker process. If Ray
-starts a worker process for an actor that already waits, only the worker of an engine imports modules early. Actors that
-are not engines start without early imports, because callers wait only a short time for their status.
+A *spare* is a worker process that Ray starts in advance (`flows.services.spares`), and that imports the modules of one
+kind of actor. Without a spare, only the worker process of an engine imports modules early.
 
-On a machine with GPUs no module is imported early, because libraries read the list of GPUs when they are imported,
-before Ray has assigned GPUs to the actor.
+On a machine with GPUs nothing is imported early, because libraries would read the list of GPUs before Ray has assigned
+any.
 """
 
 from __future__ import annotations
@@ -76,10 +74,10 @@ def request_path(kind: Kind, folder: Path) -> Path:
 
 
 def import_early() -> None:
-    """Import the libraries of a Ray worker process before Ray starts threads in the process.
+    """Import the libraries of a Ray worker process before Ray starts threads in it.
 
-    `import_early` raises no error, because an actor would wait forever for a worker process that ended before Ray knew
-    the process. If an early import fails, the same import fails again in the actor, which reports the error.
+    No error is raised, because an actor would wait forever for a worker process that ended too early. The same import
+    fails again in the actor, which reports the error.
     """
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
@@ -93,15 +91,15 @@ def import_early() -> None:
 def _import_in_turn(kind: Kind, file: Path) -> None:
     """Import the modules of an actor kind if this worker process becomes a spare or is meant for an engine.
 
-    The worker process of an engine imports nothing if a spare worker is already importing the engine's modules.
+    An engine's worker process imports nothing if a spare already imports the same modules.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         file.unlink()
-    except FileNotFoundError:  # no file requests a spare: Ray started this worker for an actor that waits
+    except FileNotFoundError:  # no file requests a spare, so Ray started this worker for a waiting actor
         if _wait_for_spare(kind, file.with_suffix(IMPORTING)) or kind != "engine":
             return
-    # Ray sets 1 for an actor without CPUs, and torch reads the variable only once
+    # Ray sets 1 for an actor without CPUs, and torch reads the variable only once.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _hold_import_lock(file.with_suffix(IMPORTING)):
         import_all(kind)
@@ -109,22 +107,19 @@ def _import_in_turn(kind: Kind, file: Path) -> None:
 
 @contextlib.contextmanager
 def _hold_import_lock(file: Path) -> Iterator[None]:
-    """Lock `file` while this worker process imports modules, so that other workers of the same kind can wait."""
+    """Lock `file` while this worker process imports modules, so that others of the same kind can wait."""
     held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     try:
         yield
     finally:
-        # closing the file would not unlock it while a forked process has the file open
+        # Closing the file would not unlock it while a forked process has the file open.
         fcntl.flock(held, fcntl.LOCK_UN)
         os.close(held)
 
 
 def _wait_for_spare(kind: Kind, file: Path) -> bool:
-    """Wait while another worker process for this kind of actor imports modules.
-
-    Return whether the waiting actor can start in that process.
-    """
+    """Wait while another worker process of this kind imports modules; return whether the actor can start there."""
     held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
     try:
         limit = time.monotonic() + (LONGEST_SECONDS if kind == "engine" else SHORT_SECONDS)

@@ -30,10 +30,10 @@ class OwnershipLost(EngineFailed):
 
 
 class EngineActor:
-    """Ray actor that owns an inference engine, runs requests, and keeps the results until the client collects them."""
+    """Ray actor that owns an inference engine, runs requests, and keeps results until the client collects them."""
 
     def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
-        """Create the Ray actor without creating the inference engine. The method `start` creates the engine.
+        """Create the Ray actor; `start` creates the inference engine.
 
         Args:
             build: this function creates the engine on the actor's node.
@@ -44,7 +44,8 @@ class EngineActor:
         self._build = build
         self._built: Engine | None = None
         self._source: WeightsSource | None = None
-        self._loading = asyncio.Lock()  # held during a fetch, which may delete weights that an update is reading
+        # held during a fetch, because a fetch may delete weights that an update is reading
+        self._loading = asyncio.Lock()
         self._meter = EngineMeter()
         self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
@@ -57,10 +58,10 @@ class EngineActor:
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine. A second call of `start` waits until the engine that the first call started is ready.
+        """Start the engine, or wait for an earlier `start`.
 
-        If the engine is dead, `start` replaces the engine by a new one without weights and without a client. The engine
-        actor's process stays alive when its engine is replaced, because imports and compilation take most of the start.
+        A dead engine is replaced by a new one, without weights and without a client. The process stays alive, because
+        imports and compilation take most of the start.
         """
         if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())
@@ -89,7 +90,7 @@ class EngineActor:
         return self._built
 
     async def attach(self, owner: str) -> None:
-        """Make `owner` the engine actor's only client. Abort and forget the requests of the previous client."""
+        """Make `owner` the only client, and abort the requests of the previous client."""
         self._owner = owner
         tasks = list(self._tasks)
         for task in tasks:
@@ -100,7 +101,7 @@ class EngineActor:
         self._have.clear()
 
     async def submit(self, owner: str, packed: PackedRequests) -> None:
-        """Start generating the responses to these requests. The method `collect` returns the results."""
+        """Start generating the responses to these requests; `collect` returns the results."""
         self._check_owner(owner)
         for request in unpack_requests(packed):
             task = asyncio.create_task(self._run(request))
@@ -126,7 +127,7 @@ class EngineActor:
     async def collect(self, owner: str) -> Collected:
         """Return the results of requests since the last call of `collect`, and the new tokens of running requests.
 
-        If no request has ended yet, `collect` waits until a request ends or `PROGRESS_SECONDS` have passed.
+        `collect` waits until a request ends or `PROGRESS_SECONDS` have passed.
         """
         try:
             async with asyncio.timeout(PROGRESS_SECONDS):
@@ -145,10 +146,7 @@ class EngineActor:
         return pack_generations(finished), errors, pack_partials(report)
 
     def _collect_progress(self, *, now: bool) -> dict[str, TokenSpan]:
-        """Return the new tokens of running requests, but at most once in `PROGRESS_SECONDS`.
-
-        If `now` is True, the new tokens are returned regardless of the time of the last report.
-        """
+        """Return the new tokens of running requests, at most once in `PROGRESS_SECONDS` unless `now` is True."""
         if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}
         self._reported = asyncio.get_running_loop().time()
@@ -178,11 +176,11 @@ class EngineActor:
             await self._engine.update(version, folder)
 
     def _fetch_weights(self, version: int, source: WeightsSource) -> Path:
-        if self._source != source:  # no fetch is needed if an equal source has already fetched the weights
+        if self._source != source:  # an equal source has already fetched the weights
             self._source = source
         try:
             return self._source.weights(version)
-        # the weights could not be fetched here, but engines on other nodes may still have them
+        # The weights could not be fetched here, but engines on other nodes may still have them.
         except (RollflowError, OSError) as error:
             raise EngineFailed(f"version {version} is not available to this engine's node: {error}") from error
 

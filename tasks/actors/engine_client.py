@@ -1,4 +1,4 @@
-"""Defines the client of an engine actor. The client implements the `Engine` contract by calls to the actor.
+"""The client of an engine actor, which implements the `Engine` contract by calls to the actor.
 
 Several requests share an actor call, because a call for each request would cost more than generating a short answer.
 
@@ -9,15 +9,11 @@ Several requests share an actor call, because a call for each request would cost
         └──── collect() ◄───────────────────┘   long poll: the generations that finished within a few
                                                 milliseconds, and now and then new tokens of running ones
 
-Guarantees:
-
-- Every wait has a deadline. When the actor dies, does not answer by a deadline, or generates no token before a
-  deadline, every call raises `EngineFailed`, including calls that are already waiting. `progress` still returns the
-  tokens that the client has received.
-- The error of one request is raised only at the caller of that request.
-- A client that lost the actor to another owner can no longer change the actor.
-- The request of a cancelled caller is aborted, and its id may be reused immediately. Later results of an aborted
-  request are ignored.
+- Every wait has a deadline; after the death or silence of the actor, every call raises `EngineFailed`. `progress` still
+  returns the tokens that were received.
+- The error of one request is raised only at its caller.
+- A client that lost the actor to another client can no longer change it.
+- The request of a cancelled caller is aborted, and its id may be reused at once.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ from rollflow.tasks.engines.meter import EngineStats
 START_SECONDS = 900.0
 # longest wait for an answer or a token, in seconds; the engine's own deadline is shorter, because its error is clearer
 SILENT_SECONDS = 60.0
-# longest time of a fetch of weights, in seconds; time in which storage does not answer is added to this limit
+# longest time to fetch weights, in seconds, without the time in which storage does not answer
 FETCH_SECONDS = 1000.0
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
@@ -61,10 +57,8 @@ CLOSE_SECONDS = 10.0
 class RayEngine:
     """Client of an inference engine that runs in a Ray actor (`EngineActor`).
 
-    The contract of each method is described in `base.Engine`.
-
-    An engine actor serves one client at a time. The first call of a new client takes the engine actor over from the
-    previous client.
+    An engine actor serves one client at a time. The first call of a new client takes the actor over from the previous
+    client.
     """
 
     def __init__(
@@ -108,7 +102,7 @@ class RayEngine:
         name: str = "engine",
         **options: Any,
     ) -> RayEngine:
-        """Create an engine actor with Ray's `options`, such as `num_cpus`. The caller must then call `start`."""
+        """Create an engine actor with Ray's `options`, such as `num_cpus`; the caller must then call `start`."""
         remote = ray.remote(EngineActor).options(**{"max_restarts": 0, "num_cpus": 0, **options})
         return cls(remote.remote(functools.partial(build_engine, config, policy_folder, dtype=dtype)), name=name)
 
@@ -143,7 +137,7 @@ class RayEngine:
             self._drop_cancelled(call)
             raise
         finally:
-            del self._waiting[number], call.answer  # the error of a future keeps stack frames alive
+            del self._waiting[number], call.answer  # the error of a future keeps stack frames in memory
             if self._failure is None:
                 del self._calls[request.id]
 
@@ -189,7 +183,7 @@ class RayEngine:
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
-            with suppress(EngineFailed):  # ignore the failure here: an actor that does not answer is killed below
+            with suppress(EngineFailed):  # an actor that does not answer is killed below
                 await self._ask_as_owner(CLOSE_SECONDS, "close")
         failure = self._fail(EngineFailed(f"{self._name} is closed"))
         if self._attached is None or isinstance(failure, OwnershipLost):
@@ -218,14 +212,14 @@ class RayEngine:
         """Send all pending requests to the engine actor, and wait until the actor has received them."""
         self._flush()
         if self._submits:
-            # unlike `asyncio.gather`, `asyncio.wait` does not cancel the tasks that send requests
+            # Unlike `asyncio.gather`, `asyncio.wait` does not cancel the tasks that send requests.
             await asyncio.wait(self._submits)
 
     async def _submit(self, batch: list[GenerationRequest]) -> None:
         try:
             await self._ask_as_owner(self._silent, "submit", pack_requests(batch))
         except EngineFailed:
-            return  # the error has already been raised at every waiting caller
+            return  # the error was already raised at every waiting caller
         except Exception as error:  # noqa: BLE001 - whatever the error is, no caller may wait forever
             self._fail(EngineFailed(f"{self._name} could not take a request: {error!r}"))
             return
@@ -238,15 +232,12 @@ class RayEngine:
             while self._waiting:
                 self._check_moving(self._deliver(await self._ask_as_owner(self._silent, "collect")))
         except EngineFailed:
-            return  # the error has already been raised at every waiting caller
+            return  # the error was already raised at every waiting caller
         except Exception as error:  # noqa: BLE001 - as in `_submit`
             self._fail(EngineFailed(f"the results of {self._name} could not be collected: {error!r}"))
 
     def _deliver(self, collected: Collected) -> bool:
-        """Deliver results and new tokens to the callers of the requests.
-
-        Return True if there was any result or token to deliver.
-        """
+        """Deliver results and new tokens to the callers; return True if there were any."""
         packed, errors, report = collected
         progress = unpack_partials(report)
         for number, new in progress.items():
@@ -319,16 +310,15 @@ class RayEngine:
         for call in self._waiting.values():
             if not call.answer.done():
                 call.answer.set_exception(EngineFailed(str(self._failure)))
-        # return a copy, because an error that has been raised keeps stack frames alive
+        # A copy is returned, because an error that has been raised keeps stack frames in memory.
         return type(self._failure)(str(self._failure))
 
 
 @dataclass(eq=False, slots=True)
 class PendingCall:
-    """A generation request whose caller is waiting, or was waiting when the engine failed.
+    """A generation request whose caller waits, or waited when the engine failed.
 
-    `number` is the id under which the client sends the request to the actor. `number` differs from the caller's id,
-    because a caller may reuse an id before the earlier request has ended.
+    `number` is the id under which the request is sent to the actor, because a caller may reuse its own id.
     """
 
     number: str

@@ -1,14 +1,13 @@
 """Sets Prometheus gauges of a run's actors through Ray's metrics.
 
-Ray's agent on each node serves the Prometheus gauges.
+Ray's agent on each node serves the gauges.
 
     rollflow_rollout_running{run="sorting-1"} 64
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 
-A gauge shows a number from an actor's status (`statuses`) and is named after the status field. If a field has several
-values, the label `what` tells them apart. The gauge of sandboxes has labels such as `bubblewrap programs`. The gauges
-are set whenever a status is read, once a second. On a cluster where Ray collects no metrics, such as a private cluster,
-no gauge is set.
+A gauge shows a number from an actor's status (`statuses`), once a second, and is named after the status field. If a
+field has several values, the label `what` distinguishes them. Nothing is set on a cluster where Ray collects no
+metrics, such as a private cluster.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ def collects_metrics() -> bool:
 
 
 class Gauges:
-    """Prometheus gauges of one actor. A Prometheus gauge that gets no new value is set to zero."""
+    """Prometheus gauges of one actor; a gauge without a new value is set to zero."""
 
     def __init__(self, role: str, uri: str) -> None:
-        """Create the gauges of an actor. `uri`, the address of the run's storage, contains the run's id."""
+        """Create the gauges of an actor; the id of the run is read from `uri`, the address of its storage."""
         self._role, self._run_id = role, uri.rpartition("/")[2]
         self._made: dict[str, Gauge] = {}
         self._known: set[tuple[str, str]] = set()
@@ -89,8 +88,8 @@ class Gauges:
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
-        """Set the gauges to the numbers in an actor's status and in `more`. Return the status, to which the figures of
-        this process's sandboxes are added.
+        """Set the gauges to the numbers in an actor's status and in `more`; return the status with the figures of this
+        process's sandboxes.
         """
         status = replace(status, sandboxes=[*read_own_sandboxes(), *status.sandboxes])
         if self.on:

@@ -5,15 +5,12 @@
                        +--- v + 1, while publishing ------+
 
 The learner starts from storage alone: it restores the newest published version, or creates version 0. A version is
-committed together with the batch that the version was trained on. When another learner claims the run, the previous
-learner gets the error `Deposed` and stops. A batch that differs from its commit is never trained on: the learner voids
-the batch, and the rollout stage forms the batch again. With `train.not_finite = "skip"`, a batch that makes weights NaN
-or infinite is voided and formed again, too.
+committed together with the batch that it was trained on. A learner that another learner has replaced gets the error
+`Deposed` and stops. A batch that differs from its commit, or with `train.not_finite = "skip"` makes weights NaN, is
+rejected and formed again.
 
-While version v + 1 is being published (see `publishing`), batch v + 1 may be leased and trained on if `async_ratio` is
-1 or more. Versions are committed in order, and batch v + 1 stays in the channel until version v + 2 is committed. If
-publishing version v + 1 fails or the learner dies, the training that followed version v + 1 is lost, and batch v + 1 is
-trained on again.
+While version v + 1 is being published (see `publishing`), batch v + 1 may already be trained on if `async_ratio` is 1
+or more. If publishing fails or the learner dies, the training after version v is repeated.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ def start_learner(context: RunContext, gpus: float, address: str) -> Any:
 
 
 class LearnerActor:
-    """Ray actor that trains a run's policy in one thread. `status` may be called at any time."""
+    """Ray actor that trains a run's policy in one thread; `status` may be called at any time."""
 
     config: RunConfig
     policies: PolicyStore
@@ -133,9 +130,7 @@ class LearnerActor:
         return self._gauges.show(status, self._metrics)
 
     def run(self) -> int:
-        """Train up to the run's last policy version and return its number. A second call of `run` waits for the first
-        call.
-        """
+        """Train up to the run's last policy version and return its number; a second call waits for the first."""
         with self._starting:
             if self._work is None:
                 self._work = self._worker.submit(self._train_all)
@@ -156,9 +151,9 @@ class LearnerActor:
         return self.version
 
     def _train_one_more(self) -> None:
-        """Train one more policy version. After the last batch, wait until the last policy version is published.
+        """Train one more policy version or, after the last batch, wait until the last version is published.
 
-        If the batch was rejected, the learner restores the policy version that preceded the batch.
+        If the batch was rejected, the learner restores the policy version before it.
         """
         try:
             if self.reached < self.config.versions:
@@ -184,7 +179,7 @@ class LearnerActor:
                 self._settle()  # the responses of the next batch must come from this policy version
 
     def _settle(self) -> None:
-        """Wait until the newest policy version is published. If publishing failed, raise its error."""
+        """Wait until the newest policy version is published; raise the error if publishing failed."""
         self._publishing.settle()
 
     def _begin(self) -> None:
@@ -198,7 +193,7 @@ class LearnerActor:
         self.version = self.policies.newest()
         ranks = rank_hosts(self.context) if self.config.train.multi_node else NEAR
         if self.version < 0:
-            # without supervised training (cold start), the policy folder already has the weights
+            # Without a cold start (supervised training), the policy folder already has the weights.
             cold = self.config.policy.cold_start is not None
             self.learner = new_learner(self.context, None if cold else self.context.first_weights, ranks=ranks)
             self._make_first()
@@ -238,7 +233,7 @@ class LearnerActor:
     def _keep_weights(self) -> None:
         """Store the weights after supervised training (cold start) in the run's policy folder.
 
-        After the cold start, the policy folder can be the `policy.path` of another run.
+        The folder can then be the `policy.path` of another run.
         """
         for name, data in self.learner.weights().items():
             self.writer.check()  # raise `Deposed` if a newer process has replaced this learner
@@ -251,9 +246,9 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
-        """Return batch `number`, after verifying it against the run's log, and the number of the batch's log entry.
+        """Return batch `number`, verified against the log, and the number of its log entry.
 
-        If a batch is damaged, the learner rejects the batch, and the rollout stage forms a new one.
+        A damaged batch is rejected, and the rollout stage forms a new one.
         """
         reason = ""
         for attempt in range(MAKINGS):
@@ -261,22 +256,22 @@ class LearnerActor:
                 data = self._lease(number, afresh=attempt > 0)
                 waiting = self.batches.find_waiting(number)
                 if waiting is None:
-                    continue  # the batch was just rejected; the next lease waits for the new batch
+                    continue  # the batch was rejected, so the next lease waits for the new batch
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
-                # a damaged log also makes publishing fail; this call then raises the error of publishing
+                # A damaged log also makes publishing fail, and the error of publishing is raised here.
                 self._settle()
                 reason = str(error)
                 self._step(f"batch {number} is damaged and is formed again: {reason}")
-                # reject the batch; this call has no effect if the stored batch is intact
+                # The batch is rejected, unless the stored batch is intact.
                 self.batches.void(self.writer, number, reason)
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Get batch `number` from the channel. Wait for the batch as long as the rollout stage may take to form it.
+        """Get batch `number` from the channel, and wait as long as the rollout stage may take to form it.
 
-        Time in which storage does not answer does not count as waiting for the batch.
+        Time in which storage does not answer does not count.
         """
         patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
         while waited < patience:
@@ -286,7 +281,7 @@ class LearnerActor:
                 why = str(error)
             self._settle()  # the rollout stage may need the new policy version to form the batch
             self.learner.check_ranks()
-            # `check` waits while storage does not answer, and this time does not count as waiting for a batch
+            # `check` waits while storage does not answer, and this time does not count as waiting for a batch.
             self.writer.check()
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
@@ -294,7 +289,7 @@ class LearnerActor:
     def _train(self, number: int, batch: TrajectoryBatch, entry: int, batch_metrics: Mapping[str, float]) -> None:
         """Train on batch `number`, and start publishing the new policy version.
 
-        If `train.not_finite` is "skip", a batch that makes weights NaN or infinite is rejected and replaced.
+        With `train.not_finite = "skip"`, a batch that makes weights NaN or infinite is rejected and replaced.
         """
         began = time.monotonic()
         self._check_fresh(number, batch)
@@ -303,17 +298,17 @@ class LearnerActor:
             metrics["step_seconds"] = time.monotonic() - began
             self._publish(number + 1, entry, metrics)
         except NotFinite as error:
-            self._settle()  # if publishing the previous policy version failed, its error is raised first
+            self._settle()  # raises the error of publishing the previous policy version, if any
             if self.config.train.not_finite == "stop":
                 raise
             self._quarantine(number, entry, error)
 
     def _quarantine(self, number: int, entry: int, error: NotFinite) -> None:
-        """Reject batch `number`, and restore the policy version that preceded the batch from storage.
+        """Reject batch `number`, and restore the policy version before it from storage.
 
-        The weights are restored, because some minibatches of the rejected batch may have changed the weights.
+        Some minibatches of the batch may already have changed the weights.
         """
-        why = str(error).partition("; ")[0]  # the error's message without the advice that applies only if the run stops
+        why = str(error).partition("; ")[0]  # the message without the advice that applies only if the run stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"fix the engine or the verifier and resume the run, or {AGAIN} and a lower train.learning_rate"
@@ -330,7 +325,7 @@ class LearnerActor:
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
         """Start publishing the learner's state as policy version `version`.
 
-        The next call of `_settle` waits until the policy version is published.
+        The next call of `_settle` waits until the version is published.
         """
         began = time.monotonic()
         probe = self._check_finite(version)
@@ -356,7 +351,7 @@ class LearnerActor:
         self.note = f"version {version} is logged without {', '.join(omitted)}: not finite" if omitted else "training"
 
     def _record_spans(self, version: int, batch_entry: int | None, seconds: Mapping[str, float]) -> None:
-        """Record OpenTelemetry spans of a policy version in its own trace and in the traces of its training prompts."""
+        """Record OpenTelemetry spans of a policy version, and of the prompts that it was trained on."""
         if batch_entry is None or not self._spans.on:
             return
         wait, step, publish = (seconds.get(f"{part}_seconds", 0.0) for part in ("wait", "step", "publish"))
@@ -376,7 +371,7 @@ class LearnerActor:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete weights and states that are no longer retained. A later call retries a deletion that failed."""
+        """Delete weights and states that are no longer retained; a failed deletion is tried again later."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 

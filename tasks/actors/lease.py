@@ -3,13 +3,11 @@
     supervisor -- status.json, every second --> run's storage <-- reads now and then -- a timer thread in each actor
 
 - An actor ends, with the processes that it started, when the supervisor has written no status for
-  `cluster.lease_seconds`. The stages' flows watch the same lease and fail a little earlier, so they restart no actor.
-- Any change of the supervisor's status renews the lease. Clocks of different machines are never compared.
-- A pause of the actor or of its machine does not expire the lease, because at most twice the usual time between two
-  reads of the status is counted.
-- While storage does not answer, the lease is extended by `store.patience_seconds`, because nobody can renew it.
-- The timer does not depend on the actor's event loop, so an actor with a blocked event loop ends, too. If a library
-  holds Python's global interpreter lock, the actor ends when the lock is released.
+  `cluster.lease_seconds`. The flows of the stages fail a little earlier, so they restart no actor.
+- Any change of the supervisor's status renews the lease, so clocks of different machines are never compared.
+- A pause of the actor or of its machine does not expire the lease.
+- While storage does not answer, the lease is extended by `store.patience_seconds`.
+- The timer does not depend on the actor's event loop, so an actor with a blocked event loop ends, too.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ READ_SECONDS = 5.0  # seconds to wait for the run's store if it does not answer
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Parameters of the lease of a run's actors. A lease of 0 seconds never expires."""
+    """Parameters of the lease of a run's actors; a lease of 0 seconds never expires."""
 
     uri: str
     seconds: float
@@ -61,7 +59,7 @@ class Lease:
         )
 
     def hold(self, role: str) -> None:
-        """Start a thread that ends this process when the lease expires. An actor calls `hold` once, at its start."""
+        """Start a thread that ends this process when the lease expires; an actor calls this once."""
         if self.seconds:
             threading.Thread(target=self._hold, args=(role,), name="lease", daemon=True).start()
 
@@ -74,7 +72,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """Detects that the supervisor's status has not changed for the time of the actors' lease."""
+    """Detects that the supervisor's status has not changed for the time of the lease."""
 
     def __init__(
         self,
@@ -98,10 +96,7 @@ class LeaseWatch:
         self._unwatched = 0.0  # number of seconds in which the supervisor's status did not change
 
     def check_expiry(self) -> bool:
-        """Read the supervisor's status, unless it was read a moment ago.
-
-        Return whether the lease of the run's actors has expired.
-        """
+        """Read the supervisor's status, unless it was just read; return whether the lease has expired."""
         now = self._clock()
         passed = now - self._looked
         if not self.lease.seconds or passed < self.pause:
@@ -114,10 +109,9 @@ class LeaseWatch:
         return self._unwatched >= self._longest
 
     def _note_silence(self, passed: float) -> bool:
-        """Count the time in which storage did not answer. Return whether the lease of the run's actors has expired.
+        """Count the time in which storage did not answer; return whether the lease has expired.
 
-        The count of seconds without a change of the supervisor's status restarts at zero when storage stops or resumes
-        answering.
+        The count restarts at zero when storage stops or resumes answering.
         """
         self._unwatched = passed + (self._unwatched if self._seen is None else 0.0)
         self._seen = None

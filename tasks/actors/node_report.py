@@ -1,4 +1,4 @@
-"""Reports the software versions, clock, GPUs and disk of a cluster node, and whether the node can use the store."""
+"""Reports the software versions, clock, GPUs and disk of a cluster node, and whether it can use the store."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PACKAGES = {  # package whose version must be the same on all nodes -> names of 
 class NodeReport:
     """The report of one node.
 
-    `gpus` is the number of GPUs. `cache` is the node's folder for fetched files, or "" if the folder cannot be written.
-    `disk` is the number of free bytes on the disk of the folder `cache`. `store` is "", or the reason why the node
-    cannot use the store.
+    `gpus` is the number of GPUs. `cache` is the node's folder for fetched files, or "" if it cannot be written. `disk`
+    is the number of free bytes on the disk of this folder. `store` is "", or the reason why the node cannot use the
+    store.
     """
 
     host: str

@@ -1,12 +1,10 @@
-"""Places a run's actors on a Ray cluster by choosing their nodes, reserved resources and environment.
+"""Places a run's actors on a Ray cluster: chooses their nodes, reserved resources and environment.
 
-- Without the config section `cluster.placement`, an actor reserves its GPUs and almost no CPU. Reserving a little CPU
-  keeps actors off hosts that joined the cluster without CPUs, such as the supervisor's host.
-- With the config key `reserve_cpus`, an actor reserves all CPUs that the actor's threads use.
-- An actor whose role is configured with labels or a custom resource runs only on nodes that have the labels or the
-  resource.
-- With the strategy "spread", inference engines are distributed over the nodes, so that the loss of a node costs few
-  engines.
+- By default, an actor reserves its GPUs and almost no CPU. The small reservation keeps actors off hosts that joined the
+  cluster without CPUs, such as the supervisor's host.
+- With `reserve_cpus`, an actor reserves all CPUs that its threads use.
+- An actor whose role has labels or a custom resource runs only on nodes that have them.
+- With "spread", engines are distributed over the nodes, so that the loss of a node costs few engines.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def actor_options(
 def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = None) -> dict[str, Any]:
     """Return Ray's `runtime_env` option for an actor's process, or {} for Ray's default environment.
 
-    Worker processes that import modules early exist only on a private cluster with the default environment.
+    Worker processes with early imports exist only on a private cluster with the default environment.
     """
     cluster = config.cluster
     if cluster.runtime_env or cluster.env:
@@ -64,7 +62,7 @@ def engine_cpus(engine: EngineConfig) -> float:
 
 
 def learner_cpus(config: RunConfig) -> float:
-    """Return the number of CPUs of the learner's actor, including the CPUs of ranks that are its child processes."""
+    """Return the number of CPUs of the learner's actor, including those of ranks that are its child processes."""
     return float(config.train.threads * (1 if config.train.multi_node else config.train.ranks))
 
 

@@ -5,9 +5,8 @@
 
 - No tensor is copied: the next step calls `settle` on all ranks before it changes a tensor. The next step waits only if
   the store takes longer than the forward and backward passes of that step.
-- One version at a time is published; publishing the next version starts after the commit of the version before.
-- Every `settle` raises the error of a failed publishing until `forget` is called, so no version is trained from a
-  version that does not exist.
+- One version at a time is published.
+- After a failed publishing, every `settle` raises the error until `forget` is called.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Publishing:
-    """Publishes policy versions in a background thread. See the module's docstring.
-
-    A `Publishing` object is not thread-safe: only one thread may call its methods.
-    """
+    """Publishes policy versions in a background thread; only one thread may call its methods."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "publisher")
@@ -32,14 +28,14 @@ class Publishing:
         self._job = self._thread.submit(job)
 
     def settle(self) -> None:
-        """Wait until the newest policy version is published. Raise the error if publishing failed."""
+        """Wait until the newest policy version is published; raise the error if publishing failed."""
         if self._job is not None:
             self._job.result()
 
     def forget(self) -> None:
-        """Wait until publishing has ended.
+        """Wait until publishing has ended, and ignore its error.
 
-        Ignore an error of publishing, because the learner restores an older policy version.
+        The learner restores an older policy version afterwards.
         """
         if self._job is not None:
             wait([self._job])

@@ -3,9 +3,8 @@
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
             +---- orders, over a separate connection that is protected by a secret ----+
 
-The rank actors belong to the learner's actor: Ray ends the rank actors with the learner's actor. The GPUs of all
-ranks but the first are reserved together in a placement group, or not at all, so two runs do not wait for each other
-with half of these GPUs. Traffic between ranks goes over the network between their machines, unencrypted.
+Rank actors end together with the learner's actor. GPUs of the ranks are reserved together in a placement group, so that
+two runs do not wait for each other with half of them. Traffic between ranks goes over the network, unencrypted.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def find_node_address() -> str:
 
 
 def list_nodes() -> list[dict[str, Any]]:
-    """List the nodes of the Ray cluster that are alive, starting with this process's node."""
+    """List the living nodes of the Ray cluster, starting with this process's node."""
     own = ray.get_runtime_context().get_node_id()
     return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
 
@@ -64,8 +63,8 @@ def list_nodes() -> list[dict[str, Any]]:
 def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
     """Reserve a GPU for each learner rank except rank 0, on as few nodes as possible.
 
-    The GPUs of the ranks stay reserved until the run's job on the Ray cluster ends. Ray keeps the placement group of a
-    learner that has died, so a restarted learner first removes this group by `name`.
+    The GPUs stay reserved until the run's job on the Ray cluster ends. A restarted learner first removes the placement
+    group of the dead learner by its `name`.
     """
     with contextlib.suppress(ValueError):  # no such group exists
         remove_placement_group(get_placement_group(name))
@@ -88,14 +87,11 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
 
 
 def place_in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Return the options with which Ray starts a learner rank without a GPU.
-
-    Ranks are placed on the nodes in rotation.
-    """
+    """Return the options with which Ray starts a learner rank without a GPU, on the nodes in rotation."""
     every = [node for node in list_nodes() if is_fitting(node, config, "learner")] or list_nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
-    own.pop("label_selector", None)  # the labels are not needed here, because the chosen node has them
+    own.pop("label_selector", None)  # the chosen node has the labels
     return {**own, "scheduling_strategy": near}
 
 
@@ -120,7 +116,7 @@ class SpreadRank:
 
     @property
     def pipes(self) -> Pipes:
-        """The connections to the learner rank. Reading this property waits until the rank has connected."""
+        """The connections to the learner rank, after a wait until the rank has connected."""
         return self._pipes.result(CONNECTED_SECONDS)
 
     def read_exit(self) -> str | None:
@@ -128,7 +124,7 @@ class SpreadRank:
         return GONE if ray.wait([self._served], timeout=0)[0] else None
 
     def end(self) -> None:
-        """End the learner rank and close its connections. Do nothing if the rank has already ended."""
+        """End the learner rank, if it still runs, and close its connections."""
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.ActorHandleNotFoundError):
                 ray.kill(self._actor)
@@ -143,7 +139,7 @@ class SpreadRank:
             try:
                 found.append(self._listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):
-                pass  # ignore the connection of a process that is not the rank
+                pass  # the process that connected is not the rank
             except OSError:
                 return  # the listener was closed
         self._pipes.set_result(Pipes(*found))

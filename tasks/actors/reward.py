@@ -51,9 +51,9 @@ SAVE_SECONDS = 30.0  # seconds between two times at which the records of `_store
 
 
 class RewardActor:
-    """Ray actor that runs the scorers. A run has one such actor.
+    """Ray actor that runs the scorers of a run.
 
-    With `cluster.reward_actors`, the actor owns helpers, which may run on other nodes. All helpers end with the actor.
+    With `cluster.reward_actors`, the actor owns helpers, which may run on other nodes and end with the actor.
     """
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
@@ -66,7 +66,7 @@ class RewardActor:
         self._finished = asyncio.Event()
         self._attended = False
         self._scorer = AsyncOnce(self._start)
-        # name of a scorer with adaptive deadlines -> what the run knows about the test cases
+        # name of a scorer with adaptive deadlines -> known times of programs on the test cases
         self._anchors: dict[str, CaseAnchors] = {}
         self._counts: dict[str, SecondVerdictCounts] = {}  # name of a scorer that judges responses twice -> its counts
         self._judges: dict[str, JudgeUsage] = {}  # config section of a judge -> how much the run has used the judge
@@ -87,7 +87,7 @@ class RewardActor:
         await self._scorer.get()
 
     async def run(self) -> int:
-        """Score responses until `finish` is called. Return the number of scored responses.
+        """Score responses until `finish` is called; return the number of scored responses.
 
         A restarted Prefect flow may call `run` a second time.
 
@@ -127,7 +127,7 @@ class RewardActor:
                 self._judges[section] = read_judge_usage(self.context.store, section)
         folder, known = self.context.policy_folder, (self._anchors, self._counts, self._judges)
         scorer = build_scorers(scorers, folder, RayCopies, *known)
-        # the run continues without this record of the scorers' versions
+        # The run continues without this record of the scorers' versions.
         with contextlib.suppress(RollflowError, OSError):
             for change in record_scorers(self.context):
                 logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
@@ -140,10 +140,10 @@ class RewardActor:
             await self._store_records()
 
     async def _store_records(self) -> None:
-        """Store the records that have changed: how long test cases take (`CaseAnchors`), the counts of second verdicts,
-        and the use of judges.
+        """Store the records that have changed: program times of test cases, counts of second verdicts, and the use of
+        judges.
 
-        If storage fails, the next call of `_store_records` tries again.
+        If storage fails, the next call tries again.
         """
         async with self._storing:
             records = {anchors_path(name_section(name)): one.encode() for name, one in self._anchors.items()}
@@ -208,8 +208,8 @@ def start_reward(context: RunContext) -> Any:
 class RewardClient:
     """Client of the run's reward actor, which scores responses.
 
-    Concurrent requests share a call to the reward actor, but no request waits for the score of another request. Scoring
-    has no side effects. When the reward actor dies, the client requests the missing scores from the new reward actor.
+    Concurrent requests share a call, but no request waits for the score of another request. If the reward actor dies,
+    the new actor computes the missing scores, because scoring has no side effects.
     """
 
     def __init__(self, patience_seconds: float) -> None:
@@ -219,13 +219,12 @@ class RewardClient:
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Score one response. Raise `Unreachable` if the reward actor returns no score for `patience_seconds`."""
+        """Score one response; raise `Unreachable` if the reward actor returns no score for `patience_seconds`."""
         return await self._calls.ask(request)
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield each score with its request's position until all requests are scored.
-
-        If the reward actor dies, a new reward actor computes the missing scores.
+        """Yield each score with its request's position until all requests are scored, by a new reward actor if one
+        dies.
         """
         left, began = dict(enumerate(requests)), time.monotonic()
         while True:
@@ -241,12 +240,12 @@ class RewardClient:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _ask_actor(self, requests: list[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield the scores that the reward actor returns. End early if the actor has died."""
+        """Yield the scores that the reward actor returns; end early if the actor has died."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
             async for found in stream_scores(actor, requests, self._patience + POLL_SECONDS):
                 yield found
-        # `ValueError` means that no actor has this name
+        # `ValueError` means that no actor has this name.
         except (ray.exceptions.RayActorError, ValueError, TimeoutError):
             self._actor = None
 

@@ -1,9 +1,7 @@
 """Defines the Ray actors that run reward models, and the client with which the reward actor calls a reward model.
 
-Each copy of a reward model has its own Ray actor, so that a copy may use a GPU or another node, and is restarted alone.
-The Prefect flow of the reward stage starts and watches the actors of reward models. If a call of a reward model fails
-for a reason other than memory, the actor ends itself with an error, because the state of a GPU is unknown after a
-failure.
+Each copy of a reward model has its own Ray actor, so that it may use a GPU or another node, and is restarted alone.
+After a failure other than lack of memory, the actor ends itself, because the state of a GPU is then unknown.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ class ModelActor:
     """Ray actor that runs one copy of a reward model."""
 
     def __init__(self, context: RunContext, section: str, lease: Lease | None = None) -> None:
-        """Create the actor of the reward model in the config section `section`, without reading storage, so that
-        `status` can report that the actor waits for storage.
-        """
+        """Create the actor of the reward model in the config section `section`, without reading storage."""
         if lease:
             lease.hold(MODEL)
         self.context, self._section = context, section
@@ -52,7 +48,7 @@ class ModelActor:
         await self._classifier.get()
 
     async def run(self) -> int:
-        """Grade responses until `finish` is called. Return the number of graded responses.
+        """Grade responses until `finish` is called; return the number of graded responses.
 
         A restarted Prefect flow may call `run` a second time.
 
@@ -88,7 +84,7 @@ class ModelActor:
         return grades
 
     async def status(self) -> RewardStatus:
-        """Return the number of graded responses, and say that the actor waits if no call is running."""
+        """Return the number of graded responses, and whether the actor waits."""
         waits = self.context.store.waits or ("" if self._calls else "responses")
         return RewardStatus(waits, scored=self._graded)
 
@@ -112,9 +108,7 @@ class ModelActor:
 
 
 def model_names(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """Return the names of the Ray actors of all reward models, each with its config section and the number of the
-    copy.
-    """
+    """Map the name of each reward model's Ray actor to its config section and the number of the copy."""
     return {
         model_name(section, number): (section, number)
         for section, reward in list_models(config).items()
@@ -144,9 +138,7 @@ def start_model(context: RunContext, section: str, number: int) -> Any:
 
 
 class RayCopies(ModelCopies):
-    """The copies of a run's reward model, as the reward actor sees them. The copies are found by the names of their Ray
-    actors.
-    """
+    """The copies of a run's reward model, found by the names of their Ray actors."""
 
     def __init__(self, section: str) -> None:
         self._section = section
@@ -156,7 +148,7 @@ class RayCopies(ModelCopies):
         """Do nothing, because the Prefect flow of the reward stage starts the actors of reward models."""
 
     async def wait_ready(self, number: int) -> None:
-        """Wait until the reward model's actor has loaded the model. Raise `ModelAway` if the model has no actor."""
+        """Wait until the actor has loaded the model; raise `ModelAway` if there is no actor."""
         if number in self._actors:
             return
         try:
@@ -167,7 +159,7 @@ class RayCopies(ModelCopies):
         self._actors[number] = actor
 
     async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
-        """Grade responses with the reward model. Raise `ModelAway` if the reward model failed or its actor died."""
+        """Grade responses with the reward model; raise `ModelAway` if it failed or its actor died."""
         try:
             grades: list[Grade] = await self._actors[number].grade.remote(list(conversations))
         except ray.exceptions.RayError as error:

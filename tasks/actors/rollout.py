@@ -6,7 +6,7 @@
                                  |                           v
                                  +--------------------> evaluations --> storage
 
-An evaluation has an engine for itself, which is borrowed from the run's engines or runs only evaluations.
+During an evaluation, its engine serves nothing else: a borrowed engine of the run, or one only for evaluations.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RolloutActor:
         self._spans = Spans()
 
     async def begin(self) -> None:
-        """Read the prompts before any engine is ready. Reading prompts takes most of the actor's start."""
+        """Read the prompts before any engine is ready, because this takes most of the actor's start."""
         await self._read.get()
 
     def _prepare(self) -> None:
@@ -131,7 +131,7 @@ class RolloutActor:
         tracking = self.config.tracking
         self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, ROLLOUT)
         self.reward = RewardClient(self.patience)
-        # The inference proxy starts without engines, because each engine joins as soon as the engine is ready.
+        # The inference proxy starts without engines; each engine joins as soon as it is ready.
         slots, cache = self.config.engine.max_concurrent_requests, build_cache_limits(self.config)
         self.proxy = InferenceProxy([], slots, self.patience, self.config.rollout.routing, cache)
         self._turn_files = TurnFiles(self.context.store, self.writer.claim)
@@ -191,9 +191,9 @@ class RolloutActor:
         return Evaluations(means, self.config.versions)
 
     async def run(self) -> None:
-        """Form all batches and evaluate policy versions. Return once the last policy version was loaded and evaluated.
+        """Form all batches and evaluate policy versions, until the last version is loaded and evaluated.
 
-        A second call of `run`, from a restarted Prefect flow, waits for the same work.
+        A second call, from a restarted Prefect flow, waits for the same work.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -217,7 +217,7 @@ class RolloutActor:
             raise find_first_cause(failed) from None
 
     async def _schedule(self) -> None:
-        """Form batches until the last policy version is trained. After each rejected batch, create a new scheduler."""
+        """Form batches until the last policy version is trained, with a new scheduler after each rejected batch."""
         while True:
             forming = asyncio.create_task(self.scheduler.run())
             try:
@@ -244,7 +244,7 @@ class RolloutActor:
         return True
 
     async def join(self, number: int) -> None:
-        """Add the started engine `number`, which may replace a dead engine. Return when the engine serves requests."""
+        """Add the started engine `number`, which may replace a dead engine; return when it serves requests."""
         await self._prepared.wait()
         engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
         present = self._own if number == EVALUATION else self.proxy.engines.get(number)
@@ -330,14 +330,14 @@ class RolloutActor:
 
     @contextlib.asynccontextmanager
     async def _borrow_own_engine(self) -> AsyncIterator[Engine]:
-        """Wait until the engine that runs only evaluations is alive, and lend this engine to an evaluation."""
+        """Wait until the engine that runs only evaluations is alive, and lend it to an evaluation."""
         while self._own is None or EVALUATION in self._find_failed():
             self._evaluating.clear()
             await self._evaluating.wait()
         yield self._own
 
     async def _score(self, request: ScoreRequest) -> Score:
-        """Score a response of an evaluation, with time limits that are the same for every policy version."""
+        """Score a response of an evaluation, with the same time limits for every policy version."""
         tries = build_limits(self.config).judge_tries(request.scorer)
         score = await judge_repeatedly(self.reward.score, tries)(replace(request, adapts=False))
         self._judged += 1
@@ -354,16 +354,16 @@ class RolloutActor:
         return await asyncio.to_thread(self.prompts.epochs.start, self.writer, source, position)
 
     async def _commit(self, staged: StagedBatch) -> None:
-        """Write a batch to storage and to the run's log, then put the batch into the channel for the learner."""
+        """Write a batch to storage and to the log, then put it into the channel for the learner."""
         # Writing a batch to the log is not cancelled halfway, because a new scheduler must find the batch in the log.
         self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
         entry, payload = await asyncio.shield(self._committing)
         await self._hand_over(staged.number, payload, entry.n)
 
     async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
-        """Put a batch into the channel. Wait at most `patience` seconds until the channel has room for the batch.
+        """Put a batch into the channel; wait at most `patience` seconds until the channel has room.
 
-        Time in which storage does not answer is not counted towards `patience`.
+        Time in which storage does not answer does not count.
         """
         waited, why = 0.0, ""
         while waited < self.patience:

@@ -1,11 +1,9 @@
 """Defines the statuses of a run's Ray actors, one frozen type per actor, for the Prefect flows and the supervisor.
 
-An actor is considered stuck if the `progress` of its status stays the same for too long. `progress` contains the fields
-of a status that change only when the actor has done work. `TICKING` names the fields of a status that may change
-although the actor does no work. A test checks that each field of a status is in exactly one of `progress` and
-`TICKING`.
+An actor is considered stuck if the `progress` of its status stays the same for too long. `progress` has the fields that
+change only when the actor has worked, and `TICKING` names all other fields.
 
-The module `statuses` imports neither Ray nor torch, so that a process that only reads statuses starts quickly.
+This module imports neither Ray nor torch, so that a process that only reads statuses starts fast.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ class ActorStatus(ABC):
     """The fields that the statuses of all actors have in common.
 
     `waits_for` says what an idle actor waits for, or is "". `costs` are the CPU seconds that the actor has used so far.
-    `idle` is the share of the time (0 to 1) in which the actor had no work. `warned` contains the newest warnings of
-    the actor's process. `attended` is True if the Prefect flow of the actor's stage watches the actor. `sandboxes` has
-    the figures of each kind of sandbox that the processes of the actor have used.
+    `idle` is the share of the time (0 to 1) in which the actor had no work. `warned` has the newest warnings of the
+    actor's process. `attended` is True if the Prefect flow of the actor's stage watches the actor. `sandboxes` has the
+    figures of each kind of sandbox that the actor's processes have used.
     """
 
     waits_for: str = ""
@@ -61,10 +59,7 @@ class ActorStatus(ABC):
     @property
     @abstractmethod
     def made(self) -> float:
-        """Amount of work that the actor has done.
-
-        Once the amount of work grows, a restarted actor counts as recovered.
-        """
+        """Amount of work that the actor has done; a restarted actor has recovered once it grows."""
 
     @property
     @abstractmethod
@@ -74,7 +69,7 @@ class ActorStatus(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus(ActorStatus):
-    """The status of the rollout actor. The default values describe an actor that has not yet read the run's state.
+    """The status of the rollout actor; the default values describe an actor that has not read the run's state yet.
 
     `running` counts the prompts with unfinished responses. `buffered` counts the groups of scored responses that are
     not yet in a batch. `waiting` counts the batches that the learner has not yet trained on. `trajectories` and
@@ -83,9 +78,9 @@ class RolloutStatus(ActorStatus):
     (`async_ratio`) allowed no new prompt. `waited` is the share of the time in which the learner was idle while a full
     batch waited for one slow group of responses. `unscored` counts the responses that wait for a score. `backlogged` is
     the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
-    generated tokens that belong to groups of responses discarded as too slow or not needed. `prefix_hits` is the share
-    of prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the
-    reason why the engine failed. `environment` has the counters of an environment that runs in worker processes.
+    generated tokens in groups of responses that were discarded as too slow or not needed. `prefix_hits` is the share of
+    prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the
+    reason. `environment` has the counters of an environment with worker processes.
     """
 
     version: int = -1
@@ -159,11 +154,11 @@ class RolloutStatus(ActorStatus):
 class LearnerStatus(ActorStatus):
     """The status of the learner's Ray actor.
 
-    `version` is the newest policy version that the learner has published, or -1. `trained` counts the policy versions
-    that this learner actor has trained. `steps` counts the finished steps of work between two policy versions, such as
-    an accuracy check during the supervised training of a cold start. `restored_from` is the policy version that the
-    learner loaded at its start. `replayed` is the number of later policy versions that the learner recomputed from
-    their batches. `note` describes in words what the learner is doing.
+    `version` is the newest published policy version, or -1. `trained` counts the policy versions that this learner
+    actor has trained. `steps` counts finished steps of work between two policy versions, such as an accuracy check
+    during a cold start. `restored_from` is the policy version that the learner loaded at its start. `replayed` is the
+    number of later versions that it computed again from their batches. `note` describes in words what the learner is
+    doing.
     """
 
     phase: LearnerPhase = LearnerPhase.STARTING
@@ -202,13 +197,14 @@ class LearnerStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class RewardStatus(ActorStatus):
-    """The status of the reward actor. `timeouts` counts responses whose scoring took too long.
+    """The status of the reward actor; counts are sums over the actor and its helpers. `timeouts` counts responses whose
+    scoring took too long.
 
-    `kills` counts the test cases that an adaptive deadline ended early. Of the test cases ended early, `rechecked` ran
-    again with the longest deadline, and `false_kills` passed when run again. `kills`, `rechecked` and `false_kills`
-    count from the beginning of the run. `second_verdicts` counts the responses that were judged twice, by the config
-    section of the scorer, and `flips` counts the responses whose two verdicts differ. `actors` is the number of actors
-    that score, which includes the helpers of the reward actor; all counts are sums over them.
+    `kills` counts test cases that an adaptive deadline ended early. Of the test cases ended early, `rechecked` ran
+    again with the longest deadline, and `false_kills` then passed. `kills`, `rechecked` and `false_kills` count from
+    the beginning of the run. `second_verdicts` counts the responses that were judged twice, by the config section of
+    the scorer, and `flips` those with different verdicts. `actors` is the number of actors that score, including
+    helpers.
     """
 
     scored: int = 0
@@ -220,7 +216,7 @@ class RewardStatus(ActorStatus):
     flips: Mapping[str, int] = field(default_factory=dict)
     actors: int = 1
 
-    # second verdicts of one scorer say nothing about responses that wait for their first verdict
+    # Second verdicts of one scorer say nothing about responses that wait for their first verdict.
     TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"second_verdicts", "flips", "actors"}
 
     @property

@@ -9,12 +9,11 @@ from rollflow.storage.records import Outcome
 
 
 def compute_turn_metrics(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean number of turns of an episode, the mean number of sampled tokens of a turn, and the share of the
-    episodes with each outcome.
+    """Compute the mean turns per episode, the mean sampled tokens per turn, and the share of episodes with each
+    outcome.
 
-    A batch without recorded turns has no metrics about turns. An episode counts once, no matter how many branches it
-    has; a row without recorded turns has one turn. Episodes that nobody could judge and that are left out count only in
-    the shares of outcomes.
+    A batch without recorded turns has no metrics about turns. An episode counts once, however many branches it has.
+    Episodes that are left out because nobody could judge them count only in the shares of outcomes.
     """
     every, batch = batch, batch.judged
     if (starts := batch.optional("turn_starts")) is None:

@@ -1,11 +1,9 @@
 """Packs generation requests and their results for sending between processes: a few flat columns per batch.
 
-Packing and unpacking a batch of requests changes no value. Pickling requests one by one would cost several times as
-much CPU time, both in the sender and in the receiver. To save CPU time, no function of the module `wire` processes
-tokens one by one. A packed batch of requests consists only of tuples, lists and bytes, because a dataclass takes ten
-times as long to pickle.
+Pickling requests one by one would cost several times as much CPU time. A packed batch consists only of tuples, lists
+and bytes, because a dataclass takes ten times as long to pickle.
 
-Notation: N is the number of requests or responses in a batch, and T is the number of their tokens.
+N is the number of requests or responses in a batch, and T the number of their tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ BOARDS: dict[str, type[Board]] = {"frozen-lake": FrozenLake, "sokoban": Sokoban}
 
 
 def describe_board(kind: str, board: Board, solution: str) -> Mapping[str, Any]:
-    """Return the reference of a prompt, a text from which `read_board` reads the board."""
+    """Return the reference of a prompt, from which `read_board` reads the board."""
     return {"answer": solution, "game": kind, "size": board.size, "board": board.write()}
 
 

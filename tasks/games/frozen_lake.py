@@ -11,7 +11,7 @@ from rollflow.tasks.games.grid import Board, GameEnd, State
 
 @dataclass(frozen=True, slots=True)
 class FrozenLake(Board):
-    """A lake with holes. The state is the player's cell."""
+    """A lake with holes, whose state is the player's cell."""
 
     def play(self, state: State, move: str) -> State:
         """Return the state after a move. A move over the edge of the lake changes nothing."""
@@ -25,7 +25,7 @@ class FrozenLake(Board):
 
     @classmethod
     def draw(cls, draw: random.Random, size: int, holes: float) -> Self:
-        """Draw a lake at random, which may have no path to the goal. Each cell but start and goal is a hole with
+        """Draw a lake at random, which may have no path to the goal. Each cell except start and goal is a hole with
         probability `holes`.
         """
         cells = range(size * size)

@@ -12,7 +12,7 @@ On a grid of size 4, the cells are:
     i j k l
     m n o p
 
-Rules are exact and deterministic. A state is a tuple of cells: the boxes in ascending order, then the player.
+A state is a tuple of cells: the boxes in ascending order, then the player.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class GameEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Board(ABC):
-    """The parts of a board that do not move, and the state at the start. A subclass of `Board` defines the rules of a
-    game.
-    """
+    """The fixed parts of a board, and the state at the start; a subclass defines the rules of a game."""
 
     size: int  # cells per row
     goals: frozenset[int]
@@ -61,9 +59,7 @@ class Board(ABC):
         """Return how the game has ended in this state, or None if the game continues."""
 
     def bound_moves(self, state: State) -> int:
-        """Return a lower bound of the number of moves from a state to the goal, with which a search skips hopeless
-        states.
-        """
+        """Return a lower bound of the number of moves to the goal, by which a search skips hopeless states."""
         return 0
 
     def write(self) -> str:
@@ -110,8 +106,8 @@ def write_cells(cells: frozenset[int]) -> str:
 def find_solution(board: Board, longest: int, draw: random.Random | None = None) -> str | None:
     """Return a shortest sequence of moves to the goal, or None if each solution has more than `longest` moves.
 
-    Breadth-first search visits each state once, and skips states from which the goal cannot be reached within `longest`
-    moves. With `draw`, one of the shortest solutions is chosen at random.
+    Breadth-first search skips states from which the goal cannot be reached within `longest` moves. With `draw`, one of
+    the shortest solutions is chosen at random.
     """
     if board.bound_moves(board.start) > longest:
         return None

@@ -7,12 +7,11 @@ pass or a bet of one chip. A hand ends with one of these histories (p: pass, b: 
     bp, pbp    the bet was not called: the player who bet wins 1 chip
     bb, pbb    the bet was called: the higher card wins 2 chips
 
-A state is what the acting player knows: the own card and the history, for example `Qpb`. There are twelve states; each
-one belongs to one of the players. A strategy is the probability of a bet in each state.
+A state is what the acting player knows: the own card and the history, for example `Qpb`. A strategy is the probability
+of a bet in each state.
 
 In each equilibrium (Kuhn 1950), the first player loses 1/18 chip per hand. The exploitability of a strategy is what a
-player who knows the strategy wins against it per hand, as the mean of the two seats. It is 0 in an equilibrium, and
-11/24 for a player who acts at random.
+player who knows the strategy wins against it per hand, averaged over both seats.
 """
 
 from __future__ import annotations
@@ -49,16 +48,17 @@ def find_value(strategy: Strategy) -> float:
 
 
 def find_best_response(strategy: Strategy, seat: int) -> float:
-    """Return the largest mean number of chips that the player at `seat` can win if the other player uses the strategy.
+    """Return the largest mean number of chips that the player at `seat` can win if the other player uses the
+    strategy.
 
-    For each card, all plans of the player are tried. The player may choose another plan for each card.
+    All plans are tried, separately for each card.
     """
     sign, won = 1 - 2 * seat, 0.0
     for card in CARDS:
         own = [state for state in STATES if state[0] == card and find_seat(state[1:]) == seat]
         deals = [deal for deal in DEALS if deal[seat] == card]
         plans = (dict(zip(own, plan, strict=True)) for plan in product((0.0, 1.0), repeat=len(own)))
-        # the other player holds another card, so the plan changes none of the other player's states
+        # The other player has another card, so the plan changes none of the other player's states.
         won += max(sum(sign * _expect(deal, {**strategy, **plan}) for deal in deals) for plan in plans)
     return won / len(DEALS)
 

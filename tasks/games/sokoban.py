@@ -1,4 +1,4 @@
-"""Sokoban: the player pushes each box onto a goal. The player can push one box at a time, and cannot pull a box."""
+"""Sokoban: the player pushes boxes onto goals, one box at a time, and cannot pull a box."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rollflow.tasks.games.grid import Board, GameEnd, State
 
 @dataclass(frozen=True, slots=True)
 class Sokoban(Board):
-    """The inside of a room of boxes and goals; the wall around the room is not part of the board. The state is the
-    cells of the boxes in ascending order, then the player's cell.
+    """The inside of a room of boxes and goals, without the wall around the room. The state is the cells of the boxes in
+    ascending order, then the player's cell.
     """
 
     def play(self, state: State, move: str) -> State:
@@ -50,7 +50,7 @@ class Sokoban(Board):
     @classmethod
     def draw(cls, draw: random.Random, size: int, walls: float, boxes: int) -> Self | None:
         """Draw a room at random, which may have no solution; return None if the room is too small for its boxes. Each
-        inner cell is a wall with probability `walls`. The size includes the wall around the room.
+        inner cell is a wall with probability `walls`. `size` includes the wall around the room.
         """
         inner = size - 2
         marked = frozenset(cell for cell in range(inner * inner) if draw.random() < walls)

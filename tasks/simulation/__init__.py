@@ -1,8 +1,7 @@
 """Simulates a run: the production scheduler, buffer, weight sync, proxy and channel run on a virtual clock.
 
-Only the parts that take time are replaced by models: engines, rewards, the learner, the pause of an update, faults. The
-simulator has no scheduling code of its own, so its results hold for the production scheduler. A simulation needs no
-Ray, torch or disk. A simulation with the same config, hardware file and seed gives the same results.
+Only the parts that take time are replaced by models, such as engines, rewards and the learner, so results hold for the
+production scheduler.
 
     hardware.py  how long machines take, and how long responses are (one TOML file)
     world.py     one simulation: builds the parts and runs them

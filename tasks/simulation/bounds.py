@@ -1,11 +1,11 @@
-"""Computes bounds on the time of a training step: lower bounds for every schedule, and the upper bounds of ROLL Flash.
+"""Computes bounds on the time of a training step: lower bounds for every schedule, and the upper bounds of ROLL
+Flash.
 
 N is the number of samples per step, mu and L are the mean and the longest time of a generation, E is the number of
 epochs, mu_t is the time to train one sample, and K is the number of workers (GPUs). The time of a generation is
 measured on a full engine: an engine with S slots decodes each request at 1 / (1 + c (S - 1)) of the speed for a single
 request. Since S samples share an engine, one sample takes mu = seconds x GPUs of the engine / S GPU-seconds, and K
-counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests. If the slowdown c is above 1, mu is
-smallest for one request at a time.
+counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests.
 
     work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L
@@ -14,9 +14,8 @@ smallest for one request at a time.
     T_async(split)   <=  max((N/K_r) mu + L/(alpha+1), (N/K_t) E mu_t)   with K_r and K_t GPUs as the file splits them
     gain             <=  1 + K L / (N (mu + E mu_t))
 
-These bounds ignore rewards, the pauses of updates, and the costs of the KV cache (reading it, a full cache, prefill by
-length). If the ignored parts cost time, the lower bounds still hold, but the upper bounds of the proposition do not
-(`Bounds.guaranteed`).
+The bounds ignore rewards, weight updates, and the costs of the KV cache. Where the ignored parts cost time, the lower
+bounds still hold, but the upper bounds do not (`Bounds.guaranteed`).
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds on the seconds of a training step, and the best share of the GPUs for training. See the module's
-    docstring."""
+    """Bounds on the seconds of a training step, and the best share of the GPUs for training."""
 
     conserving: float
     conserving_split: float  # lower bound in seconds for any schedule with this division of the GPUs
@@ -89,8 +87,8 @@ def work_of(
 ) -> Workload:
     """Compute the workload's numbers from simulated response lengths (in real tokens) and the engines' speeds.
 
-    `versions` are the numbers of the trained policy versions, since the hardware file may have a measured time for each
-    train step.
+    `versions` are the numbers of the trained policy versions, because the hardware file may have a measured time for
+    each train step.
     """
     engines, learner = hardware.engines, hardware.learner
     slots = engines.max_concurrent_requests or config.engine.max_concurrent_requests

@@ -1,12 +1,9 @@
 """Calibrates the speed of simulated engines, so that a simulation of a recorded run matches the record.
 
-If the number n of concurrent requests hardly changes during a run, the record of the run does not show how the time of
-a token depends on n. The record of a run shows how long short and long responses took, and how long the whole rollout
-took. The recorded times are compared with the times of a simulation of the same recipe (the run's config). For a few
-values of the slowdown c, the seconds per token and the prefill seconds are fitted: the line of generation time by
-response length must be the same in simulation and record. The chosen value of c is the value whose simulated times are
-closest to the recorded times. Recorded and simulated times both include the wait for an engine slot, so the start time
-of a response does not matter.
+The record of a run with a constant number of requests does not show how the time of a token depends on this number. A
+simulation of the same recipe is therefore compared with the recorded times of short and long responses, and of the
+whole rollout. For some values of the slowdown c, the seconds per token and the prefill seconds are fitted, so that
+generation time by length is as in the record. The value of c with the closest times is chosen.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ Floats = NDArray[np.float64]
 class ObservedRollout:
     """The lengths and generation seconds of R responses, and the seconds of rollout per training step.
 
-    At alpha = 0 (synchronous training), `rollout` is the time that the learner waited; at other alphas `rollout` is the
-    time of the whole step.
+    With alpha = 0 (synchronous training), `rollout` is the time that the learner waited; otherwise it is the time of
+    the whole step.
     """
 
     tokens_R: Floats
@@ -62,7 +59,7 @@ class ObservedRollout:
 
 
 def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware with the engine speeds that match the record best; the rest of the hardware is unchanged."""
+    """Return the hardware with the engine speeds that match the record best."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
     found.sort(key=lambda fit: fit[0])

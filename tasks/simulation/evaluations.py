@@ -1,11 +1,9 @@
 """Evaluations of a simulated run: the production code of evaluations on simulated, borrowed engines.
 
-- Evaluations are simulated only if they borrow engines of the run, because a separate engine takes no time from
-  training.
-- Evaluations before and after the run are omitted, because a simulation shows the steady run between them.
-- The responses to held-out prompts draw their lengths like all other responses. Evaluated responses are scored by
-  separate workers, which do not delay training.
-- `spent` counts the tokens that engines sampled for evaluations, separately from the tokens for training.
+- Evaluations are simulated only if they borrow engines of the run.
+- Evaluations before and after the run are left out, because a simulation shows the steady run between them.
+- Responses to held-out prompts draw their lengths like all other responses, and their scoring does not delay training.
+- `spent` counts the tokens that engines sampled for evaluations.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import SimulatedPrompts, TimedRewards
 from rollflow.tasks.simulation.records import SimulationRecords
 
-# first index of held-out prompts, which training never reaches; the only token of a prompt is its index
+# smallest index of held-out prompts, which training never reaches; the index is the only token of a prompt
 HELD_OUT = 1 << 30
 TRIES = 1_000  # largest number of engine failures during one evaluation
 
@@ -36,8 +34,8 @@ def takes_engines(config: RunConfig, hardware: Hardware) -> bool:
 
 
 class TimedEvaluations:
-    """Simulates the evaluation of published policy versions while the run trains. `config` is the run's config with
-    simulated engines in place of real engines."""
+    """Simulates the evaluation of published policy versions during training. `config` is the run's config with
+    simulated engines."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, proxy: InferenceProxy) -> None:
         settings, engine = config.evaluation, config.engine
@@ -46,7 +44,7 @@ class TimedEvaluations:
         rewards = TimedRewards(hardware.reward, config.seed, SimulationRecords())
         self._proxy, self._fetch_seconds = proxy, hardware.update.fetch_seconds
         self._spent = 0
-        # the borrowed engine, and the number of tokens that it sampled before the loan
+        # the borrowed engine, and the number of tokens that it had sampled before
         self._lent: tuple[TimedEngine, int] | None = None
         self.done: list[Evaluation] = []
         means = EvaluationPorts(

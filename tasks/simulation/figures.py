@@ -1,10 +1,9 @@
 """Computes the results of a simulation, such as times, shares and token counts, from the simulation's records.
 
-Times, shares and staleness are measured after a warm-up of `Figures.warm_up` policy versions. Counts, tokens and
-lengths are measured over the whole simulation, including the warm-up. The lengths of trained responses are compared
-with a *population*, which consists of the responses to the first prompts in order. The population leaves out the
-responses to filtered prompts, and has as many responses as were trained on. The population of responses does not depend
-on the schedule.
+Times, shares and staleness are measured after a warm-up of `Figures.warm_up` policy versions; counts, tokens and
+lengths over the whole simulation. Lengths of trained responses are compared with the *population*: the responses to the
+first prompts in order. The population has as many responses as were trained on, without those to filtered prompts, and
+does not depend on the schedule.
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ WARM_UP = 2  # number of policy versions of warm-up, in addition to those that r
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """Shares of rollout, reward, training and weight update in the time of a synchronous step; the shares add up to 1.
+    """Shares of rollout, reward, training and weight update in the time of a synchronous step; the shares add up
+    to 1.
 
-    Rollout ends with the last response, reward with the last score, training with the publishing of the new policy
-    version, and the update when the engines have that version.
+    Rollout ends with the last response, reward with the last score, training with the new policy version, and the
+    update when the engines have that version.
     """
 
     rollout: float
@@ -60,7 +60,7 @@ class IdleShares:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Compares the lengths of trained responses with those of all drawn responses (the population), in tokens."""
+    """Compares the lengths of trained responses with those of the population (all drawn responses), in tokens."""
 
     trained_mean: float
     population_mean: float
@@ -88,11 +88,10 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens that the engines sampled, by whether the tokens were trained on or wasted.
+    """Numbers of tokens that the engines sampled, trained on or wasted.
 
-    `wasted` maps each reason to the number of tokens wasted for it; `groups` maps each reason to the number of
-    discarded groups. `evaluated` is the number of tokens that were sampled for evaluations; no other field includes
-    these tokens.
+    `wasted` maps each reason to the number of tokens that were wasted; `groups` maps each reason to the number of
+    discarded groups. `evaluated` is the number of tokens of evaluations, which no other field includes.
     """
 
     sampled: int
@@ -250,7 +249,7 @@ def simulate_population(config: RunConfig, prompts: int, filtered: Collection[in
 def _draw_episode(
     config: RunConfig, lengths: ResponseLengths, environment: TimedEnvironment | None, index: int, sample: int
 ) -> DrawnEpisode:
-    """Draw the same turns and times of an episode that the timed engine and the timed environment would draw."""
+    """Draw the turns and times that the timed engine and the timed environment would draw for an episode."""
     engine, seed, prompt = config.engine, sample_seed(config.seed, index, sample), SimulatedPrompts.tokens(index)
     assert isinstance(engine, TimedEngineConfig)
     grain, room, tokens, turns = engine.tokens_per_tick, engine.max_new_tokens, 0, 0

@@ -1,10 +1,10 @@
 """Fits a hardware file, which describes the machines of a simulation, to a recorded run.
 
 - Response lengths are the measured lengths (thinned to `QUANTILES` values), with their correlation within a prompt.
-- Engine speeds are chosen so that a simulation of the run gives the recorded times; see `calibrate`. The fields
-  `kv_read_cost` and `kv_tokens` are not fitted: a user must set them if the KV cache fills up.
-- The learner repeats its recorded times: from the receipt of each batch to the request for the next batch.
-- Weight updates take the median recorded time, both for the engines' pause and for the fetching of weights before.
+- Engine speeds are chosen so that a simulation of the run has the recorded times (see `calibrate`), without costs of
+  the KV cache.
+- The learner repeats its recorded times, from the receipt of each batch to the request for the next.
+- Weight updates have the median recorded times, both for the pause and for fetching weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollflow.tasks.simulation.hardware import (
 )
 
 QUANTILES = 400  # largest number of values that represent a measured distribution
-TRIM = 0.01  # share of generations to ignore: the longest generations, which include restarts and stalls
+TRIM = 0.01  # share of the longest generations that are ignored, because they include restarts and stalls
 
 Floats = NDArray[np.float64]
 
@@ -48,8 +48,8 @@ class RecordedVersion:
 
 
 def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
-    """Fit the hardware on which the given policy versions were recorded; the versions must follow a warm-up. Fitting
-    simulates these policy versions, which takes some seconds."""
+    """Fit the hardware on which the given policy versions were recorded, after a warm-up. The fit simulates these
+    policy versions, which takes some seconds."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0
     seconds = np.concatenate([np.asarray(v.generation_R, float) for v in versions])
@@ -85,11 +85,10 @@ def thin_values(values: Floats) -> Floats:
 
 
 def train_seconds(versions: Sequence[RecordedVersion], *, alone: bool) -> list[float]:
-    """Compute for each policy version the seconds in which the learner itself worked.
+    """Compute, for each policy version, the seconds in which the learner worked.
 
-    The learner's shortest wait is assumed to be for a batch that was ready, so the time of this wait counts as the
-    learner's work. If `alone` is set, the run was synchronous (alpha = 0), so no batch is ready before the learner asks
-    for one.
+    The shortest wait is assumed to be for a batch that was ready, and counts as work. With `alone`, the run was
+    synchronous (alpha = 0), so no batch was ready before the learner asked for it.
     """
     ready = 0.0 if alone else min(v.waited for v in versions)
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]

@@ -1,7 +1,6 @@
 """The hardware file: a TOML file with the assumptions of a simulation about machines and workload.
 
-All seconds in a hardware file apply to one engine, one worker or one GPU; all lengths are numbers of response tokens.
-This module imports only pydantic.
+Seconds apply to one engine, one worker or one GPU; lengths are numbers of response tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class EnginesHardware(Section):
     prefill_seconds_per_token: float = Field(
         0.0,
         ge=0,
-        description="seconds for which an engine stops all its requests for each prompt token that it computes and, "
-        "after a weight update, for each token in its KV cache",
+        description="seconds for which an engine stops all requests for each prompt token that it computes and, after "
+        "a weight update, for each token in its KV cache",
     )
     batch_slowdown: float = Field(
         0.0,

@@ -1,5 +1,5 @@
-"""The parts of a run that a simulation replaces by models: prompts, verifiers, the learner and faults. The simulated
-parts only take time; they make no scheduling decision.
+"""The parts of a run that a simulation replaces by models: prompts, verifiers, the learner and faults. The models take
+time, but make no scheduling decision.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SimulatedPrompts:
 
     @staticmethod
     def tokens(index: int) -> tuple[int, ...]:
-        """Return the only token of a question: its index, which is different for each question."""
+        """Return the only token of a question: its index."""
         return (index,)
 
 
@@ -92,7 +92,7 @@ class Memory:
         self.batches: dict[int, StagedBatch] = {}
 
     async def entry(self, number: int) -> int | None:
-        """Return the same log entry for every batch, because a simulation has no log and loses no batch."""
+        """Return the same log entry for every batch, because a simulation has no log."""
         return 0 if number in self.batches else None
 
     async def read(self, number: int) -> StagedBatch:
@@ -101,7 +101,7 @@ class Memory:
 
 
 def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
-    """Raise `Stale` if a group of responses is too old for policy version `number`, as a run's log would."""
+    """Raise `Stale` if a group of responses is too old for its policy version, as the log would."""
     oldest = min(group.started_version for group in staged.groups)
     if oldest < staged.number - async_ratio:
         raise Stale(

@@ -1,9 +1,8 @@
 """The planner: finds by simulation how to divide GPUs between rollout and training, and how stale samples may be.
 
-The planner guarantees that it simulated the recommended settings with the production scheduler, for the number of
-policy versions that the recommendation states. A recommended configuration does not exceed the limits on waste and on
-length bias (`PlanLimits`). The recommended configuration has the smallest alpha (staleness limit) of all simulated
-candidates that keep the limits and come within `TOLERANCE` of the best throughput.
+The recommended settings were simulated with the production scheduler, and do not exceed the limits on waste and on
+length bias (`PlanLimits`). Among all candidates within `TOLERANCE` of the best throughput, the one with the smallest
+alpha (staleness limit) is recommended.
 
     1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
     2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
@@ -14,15 +13,10 @@ candidates that keep the limits and come within `TOLERANCE` of the best throughp
     4. finals          the best of each again, for longer, also where the first simulation exceeded a limit: only these
                        are shown and chosen from
 
-A division of the GPUs is not simulated if the lower bound on its step time exceeds the best step time so far. All
-simulations share a seed. Candidates are therefore compared on the same prompts and lengths, and the same input gives
-the same plan.
+A division of the GPUs is not simulated if the lower bound on its step time exceeds the best step time so far.
 
-The length bias is measured in the *steady state*: the number of tokens by which the trained responses of a policy
-version after the warm-up fall short of the responses to the prompts that become due with this version. The bias
-excludes the start of a run, when short groups finish while long groups are still in flight, because this start happens
-once per run, not in each version. Which long groups are in flight at the ends of the window is random; the standard
-error shows the size of this random effect.
+The length bias is measured after the warm-up: how many tokens the trained responses of a policy version have less than
+the drawn responses.
 """
 
 from __future__ import annotations
@@ -66,7 +60,8 @@ class Plan:
 
     @property
     def wider(self) -> CandidateOutcome | None:
-        """The fastest outcome with a wider staleness limit than the recommendation; None if no outcome gains enough."""
+        """The fastest outcome with a wider staleness limit than the recommendation; None if no outcome is much
+        faster."""
         one = self.recommended
         if one is None:
             return None
@@ -104,8 +99,8 @@ def choose(
 ) -> tuple[CandidateOutcome | None, CandidateOutcome | None]:
     """Return two outcomes that keep the limits: the fastest outcome, and the recommended outcome.
 
-    The recommended outcome has the smallest staleness limit alpha within `TOLERANCE` of the fastest outcome. Among
-    equally fast outcomes with this staleness limit, the outcome with the least wasted tokens is recommended.
+    The recommended outcome has the smallest staleness limit alpha within `TOLERANCE` of the fastest outcome, and among
+    equals the least wasted tokens.
     """
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:
@@ -122,9 +117,8 @@ def choose(
 def settled_bias(figures: Figures, drawn_R: Sequence[int]) -> tuple[float, float]:
     """Compute the length bias after the warm-up, as a share of a policy version's tokens, and its standard error.
 
-    The bias is the slope, over policy versions, of the cumulative trained tokens minus drawn tokens; the standard error
-    of the bias comes from the residuals of the line. `drawn_R` has the lengths of the responses to all prompts, in the
-    order of prompts.
+    The bias is the slope, over policy versions, of the cumulative trained tokens minus drawn tokens. `drawn_R` has the
+    lengths of the responses to all prompts, in order.
     """
     versions, warm = figures.versions, figures.warm_up
     responses = figures.bias.trained // versions
@@ -240,7 +234,7 @@ class _Search:
     def _second(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
         """Return the second best division of the GPUs for the smallest staleness limit that seems fast enough.
 
-        A candidate's first simulation is short, so it may rank the best two divisions of the GPUs in the wrong order.
+        The first simulation of a candidate is short, so it may rank the best two divisions in the wrong order.
         """
         if not plain:
             return []
@@ -319,7 +313,7 @@ class _Search:
         return None
 
     def _start(self, alpha: float) -> Candidate:
-        """Return the candidate that gives the share beta* of the GPUs to training (Proposition 2 of ROLL Flash)."""
+        """Return the candidate with the share beta* of the GPUs for training (Proposition 2 of ROLL Flash)."""
         middle = self._candidate(max(1, self._most // 2), alpha)
         share = self._bounds(middle).best_training_share
         engines = round((1.0 - share) * self._gpus / self._width)

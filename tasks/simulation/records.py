@@ -1,7 +1,7 @@
 """The records that a simulation writes, from which its results are computed; no decision depends on these records.
 
-Times in the records are virtual seconds since the beginning of the simulation. Lengths in the records count simulated
-tokens; one simulated token stands for `tokens_per_tick` real tokens.
+Times in the records are virtual seconds since the beginning of the simulation. Lengths count simulated tokens, each of
+which stands for `tokens_per_tick` real tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
-    """The time at which a batch was formed, and the time at which the last response before the forming ended."""
+    """The time at which a batch was formed, and the time at which its last response had ended before."""
 
     number: int
     at: float

@@ -1,8 +1,7 @@
 """The timeline of a simulation: how busy engines and verifiers are over time, and when train steps and updates run.
 
-A timeline has at most `BINS` time bins. If a simulation outgrows the number of time bins, pairs of neighbouring bins
-are merged, and later bins are twice as long. A timeline needs a bounded amount of memory, however long the simulation
-runs.
+A timeline has at most `BINS` time bins, so that it needs little memory. In a longer simulation, neighbouring bins are
+merged.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BINS = 960
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """How busy each of E engines and the scorers were in each of B time bins of `bin_seconds`. `engines[e, b]` is the
-    share of engine e's slots that were busy in time bin b; `rewards[b]` is the mean number of scores in progress."""
+    share of busy slots of engine e in time bin b; `rewards[b]` is the mean number of scores in progress."""
 
     bin_seconds: float
     engines: NDArray[np.float32]

@@ -9,8 +9,8 @@
                        v                  |
                   timed learner --version-+
 
-The scheduler plans a few more batches than are trained, and the simulation ends when the last version is published. So
-the simulation measures a steady run, without the end of a run, at which engines run out of work.
+The scheduler plans a few more batches than are trained, so that the simulation measures a steady run without its
+end.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _pause_collector() -> Iterator[None]:
 
 
 class SimulatedRun:
-    """One simulated run, with all its parts connected. `recipe` is the user's config; `config` is a copy of the user's
-    config with simulated engines."""
+    """One simulated run, with all its parts connected. `recipe` is the user's config, and `config` the same with
+    simulated engines."""
 
     proxy_type: type[InferenceProxy] = InferenceProxy
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
@@ -229,7 +229,7 @@ class SimulatedRun:
         return group
 
     def _build_environment(self) -> Environment:
-        """Build the timed environment of the recipe; all other kinds of environment have a single turn here."""
+        """Build the timed environment of the recipe; all other environments have a single turn here."""
         section = self.config.environment
         if not isinstance(section, TimedEnvironmentConfig):
             return SINGLE_TURN
@@ -246,7 +246,7 @@ class SimulatedRun:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
 
     async def _replace(self, place: int) -> TimedEngine:
-        """Replace a dead engine by a new engine; the work of the dead engine still counts in the results."""
+        """Replace a dead engine by a new one; the work of the dead engine still counts in the results."""
         dead = self.engines[place].usage
         self._past[place] += dead.slot_seconds
         self._buried.append(dead)

@@ -4,8 +4,7 @@
     wilson_interval     interval of a share, of which n independent responses were seen
     effective_size      number of independent responses that are as informative as several responses to each prompt
 
-Responses to one prompt resemble each other, so eight responses to a prompt say less than responses to eight prompts. An
-interval that counted them all would be too short.
+Responses to one prompt resemble each other, so that intervals must not count them as independent.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def pass_at(k: int, responses: int, right: int) -> float:
 def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
     """Compute the mean pass@k over all prompts, for k = 2, 4, 8, ...
 
-    `right` is a list with the number of right responses to each prompt, out of `samples` responses.
+    `right` has the number of right responses to each prompt, out of `samples` responses.
     """
     powers = (2**power for power in range(1, samples.bit_length()))
     return {k: math.fsum(pass_at(k, samples, count) for count in right) / len(right) for k in powers}
@@ -58,12 +57,11 @@ def wilson_interval(share: float, size: float) -> tuple[float, float]:
 
 
 def effective_size(results: Iterable[PromptResult]) -> float:
-    """Compute the number of independent responses whose share of right ones would vary as much as the share in these
-    results.
+    """Compute the number of independent responses that would give the share of right responses the same variance.
 
     The variance of the share p is the sum of (c - n p)^2 over all prompts, divided by the square of the number of
-    responses (Kish 1965, Survey sampling: a ratio of sums). With a single response to each prompt, the size is the
-    number of prompts. If all responses are right, or all are wrong, the size is the number of prompts.
+    responses (Kish 1965, Survey sampling: a ratio of sums). The size is the number of prompts if each prompt has one
+    response, or if all responses are right or all are wrong.
     """
     asked = [one for one in results if one.responses]
     total = sum(one.responses for one in asked)
@@ -71,5 +69,5 @@ def effective_size(results: Iterable[PromptResult]) -> float:
     squares = math.fsum((one.right - one.responses * share) ** 2 for one in asked)
     if not 0 < share < 1:
         return float(len(asked))
-    # If all prompts have the same share of right responses, responses to the same prompt appear to be independent.
+    # If all prompts have the same share, responses to the same prompt appear to be independent.
     return min(float(total), share * (1 - share) * total**2 / squares) if squares else float(total)

@@ -1,7 +1,7 @@
 """Defines the Ray actor of a helper, which scores responses for the reward actor.
 
-A helper is owned by the reward actor: Ray ends the helper when the reward actor ends or dies. A helper runs those
-scorers that use worker processes, with as many worker processes as the reward actor.
+Ray ends the helper when the reward actor ends or dies. A helper runs only scorers that use worker processes, with as
+many processes as the reward actor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AnchorRows = dict[str, dict[int, float]]  # row of the data -> test case -> long
 
 
 class RewardHelper:
-    """Ray actor that runs those scorers that use worker processes. See the module's docstring."""
+    """Ray actor of a helper, which runs the scorers that use worker processes."""
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
         """Create the actor without reading storage."""
@@ -45,13 +45,13 @@ class RewardHelper:
         self._scorer = AsyncOnce(self._start)
         self._calls = ScoreCalls()
         self._anchors: dict[str, CaseAnchors] = {}
-        self._known: dict[str, CaseAnchors] = {}  # scorer -> part of `_anchors` that the reward actor knows
+        self._known: dict[str, CaseAnchors] = {}  # scorer -> program times that the reward actor already knows
         self._counts: dict[str, SecondVerdictCounts] = {}
         self._cpu = CpuClock(HELPER, "reward workers")
         self._began = time.monotonic()
 
     async def begin(self, rows: Mapping[str, AnchorRows]) -> str:
-        """Start the scorers with the run's record of test cases; return the id of this helper's Ray node."""
+        """Start the scorers with the run's program times; return the id of this helper's Ray node."""
         await self._scorer.get()
         self._learn(rows)
         return str(ray.get_runtime_context().get_node_id())
@@ -65,7 +65,7 @@ class RewardHelper:
         return await self._calls.await_more(ticket)
 
     async def exchange(self, rows: Mapping[str, AnchorRows]) -> HelperReport:
-        """Add the run's news about test cases to the helper's record; return a report with the helper's own news."""
+        """Add the run's new program times to the helper's, and return a report with the helper's own new times."""
         scorer = await self._scorer.get()
         self._learn(rows)
         workers = sum(self.context.config.scorers[name].workers for name in self._pools)
@@ -86,7 +86,7 @@ class RewardHelper:
 
     @property
     def _pools(self) -> list[str]:
-        """Names of the scorers that use worker processes, and that helpers therefore run, too."""
+        """Names of the scorers that use worker processes, which helpers run."""
         return [name for name, config in self.context.config.scorers.items() if config.has_helpers]
 
     async def _start(self) -> Scorer:
@@ -115,9 +115,9 @@ class RewardHelper:
 
 
 def start_helper(context: RunContext, node: str | None) -> Any:
-    """Start a helper on a node, or on another node if this node has no room; return the handle of its Ray actor.
+    """Start a helper on a node, or elsewhere if the node has no room; return the handle of its Ray actor.
 
-    If `node` is None, Ray chooses the node.
+    With `node = None`, Ray chooses the node.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,4 +1,4 @@
-"""Scoring requests and scores as the reward actor and its helpers receive and send them.
+"""Scoring requests and scores as the reward actor and its helpers exchange them.
 
     score([...])  ------> the first scores, and a ticket if scores are missing
     await_more(ticket) -> further scores, after a short wait
@@ -20,17 +20,15 @@ from rollflow.tasks.scorers.base import Score, ScoreColumns, Scorer, ScoreReques
 PACKET_SECONDS = 0.05  # seconds that the first scores of a call wait, so that more scores are returned with them
 POLL_SECONDS = 2.0  # longest time, in seconds, that one call waits for a score
 
-# a scoring request as sent to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
+# a scoring request as it is sent: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
 PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]], Sequence[bytes], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores of responses, each with the position of its request.
+    """Scores of responses, each with the position of its request, as tuples that are quick to pickle.
 
-    Scores are sent as tuples, because tuples are quick to pickle.
-
-    `ticket` is the number with which `await_more` returns the missing scores. If no score is missing, `ticket` is None.
+    `ticket` is the number with which `await_more` returns the missing scores; None if none is missing.
     """
 
     scores: list[tuple[int, ScoreColumns]]
@@ -38,7 +36,7 @@ class Verdicts:
 
 
 class ScoreCalls:
-    """The unfinished calls of an actor: the calls that still have missing scores."""
+    """The calls of an actor that still have missing scores."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
@@ -65,7 +63,8 @@ class ScoreCalls:
 async def stream_scores(
     actor: Any, requests: Sequence[ScoreRequest], answer_seconds: float
 ) -> AsyncIterator[list[tuple[int, Score]]]:
-    """Yield the scores that an actor with the methods `score` and `await_more` returns, with their requests' positions.
+    """Yield the scores that an actor with the methods `score` and `await_more` returns, with their requests'
+    positions.
 
     Raises:
         TimeoutError: the actor did not answer a call for `answer_seconds`.

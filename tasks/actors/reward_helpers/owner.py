@@ -1,9 +1,9 @@
 """Owns the helpers of the reward actor: chooses their nodes, calls them and ends them.
 
-- A helper starts on the node with the fewest reward actors, of the nodes that may run them.
-- The reward actor and its helpers exchange what they learn about test cases (`CaseAnchors`), so all use the same
-  record. If a helper dies, its records and counts of the last `EXCHANGE_SECONDS` are lost.
-- A helper that does not answer for `recovery.answer_seconds` counts as lost, and is killed.
+- A helper starts on the allowed node with the fewest reward actors.
+- The reward actor and its helpers exchange program times of test cases every `EXCHANGE_SECONDS`; a dead helper loses
+  only the newest ones.
+- A helper that does not answer for `recovery.answer_seconds` is killed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CLOSE_SECONDS = 5.0  # longest time, in seconds, in which a helper may end its w
 
 
 def choose_node(nodes: Sequence[Mapping[str, Any]], config: RunConfig, used: Mapping[str, int]) -> str | None:
-    """Return the id of the node for the next helper: among the living nodes that may run reward actors, the node with
-    the fewest of them. Return None if Ray should choose the node.
+    """Return the id of the living node with the fewest reward actors, of those that may run the next helper. The result
+    is None if Ray should choose the node.
 
     Args:
         nodes: the nodes of the cluster, as `ray.nodes` describes them.
@@ -55,7 +55,7 @@ def choose_node(nodes: Sequence[Mapping[str, Any]], config: RunConfig, used: Map
 
 
 class HelperOwner:
-    """Owns the helpers of the reward actor. See the module's docstring."""
+    """Owns the helpers of the reward actor."""
 
     def __init__(
         self,
@@ -64,11 +64,12 @@ class HelperOwner:
         counts: Mapping[str, SecondVerdictCounts],
         spread: SpreadScorer,
     ) -> None:
-        """Create the owner without helpers. `anchors` and `counts` are the reward actor's records of test cases and of
+        """Create the owner without helpers. `anchors` and `counts` are the reward actor's program times and counts of
         second verdicts, by scorer.
         """
         self.context, self.anchors = context, anchors
-        self.used = Counter[str]([str(ray.get_runtime_context().get_node_id())])  # node -> actors, and lost helpers
+        # node -> number of actors and lost helpers
+        self.used = Counter[str]([str(ray.get_runtime_context().get_node_id())])
         self.reports = HelperReports(anchors, counts)
         bounds = context.config.cluster.reward_actors
         follower = QueueFollower(bounds.min, bounds.most, bounds.grow_seconds, bounds.idle_seconds)
@@ -87,16 +88,16 @@ class RayHelper(Helper):
 
     def __init__(self, owner: HelperOwner) -> None:
         self._owner = owner
-        # a call may wait `POLL_SECONDS` for a score
+        # A call may wait `POLL_SECONDS` for a score.
         self._answer_seconds = owner.context.config.recovery.answer_seconds + POLL_SECONDS
         self._actor: Any = None
         self._node = ""
-        self._known = {name: CaseAnchors() for name in owner.anchors}  # what the helper knows about test cases
+        self._known = {name: CaseAnchors() for name in owner.anchors}  # program times that the helper knows
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
         self._asking = set[asyncio.Task[Score]]()
 
     async def start(self) -> None:
-        """Start the Ray actor with its scorers. Raise `PlaceLost` if the actor cannot start."""
+        """Start the Ray actor with its scorers; raise `PlaceLost` if it cannot start."""
         owner = self._owner
         with _lost_helpers():
             nodes = await asyncio.to_thread(ray.nodes)
@@ -106,7 +107,7 @@ class RayHelper(Helper):
         self._use_node(await self._call(self._actor.begin.remote(self._select_news()), START_SECONDS))
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score responses. Requests submitted in the same iteration of the event loop share a call."""
+        """Begin to score responses; requests in the same iteration of the event loop share a call."""
         return [self._ask(request) for request in requests]
 
     def _ask(self, request: ScoreRequest) -> asyncio.Future[Score]:
@@ -121,7 +122,7 @@ class RayHelper(Helper):
                 yield found
 
     async def exchange(self) -> None:
-        """Send the reward actor's news about test cases to the helper, and merge the helper's report."""
+        """Send new program times to the helper, and merge the helper's report."""
         report: HelperReport = await self._call(self._actor.exchange.remote(self._select_news()), self._answer_seconds)
         for name, news in report.anchors.items():
             self._known[name].merge_rows(news.rows)
@@ -147,15 +148,15 @@ class RayHelper(Helper):
                 return await call
 
     def _use_node(self, node: str) -> None:
-        """Count the helper on the node where it runs, and no longer on the node that was chosen for it. The node of a
-        lost helper still counts, so that the next helper starts elsewhere if possible.
+        """Count the helper on the node where it runs, instead of the node that was chosen. The node of a lost helper
+        still counts, so that the next helper starts elsewhere if possible.
         """
         self._owner.used[self._node] -= 1
         self._owner.used[node] += 1
         self._node = node
 
     def _select_news(self) -> dict[str, dict[str, dict[int, float]]]:
-        """Return the reward actor's news about test cases since the last call, which the helper does not know yet."""
+        """Return the program times since the last call that the helper does not know yet."""
         news = {name: anchors.select_news(self._known[name]) for name, anchors in self._owner.anchors.items()}
         for name, rows in news.items():
             self._known[name].merge_rows(rows)

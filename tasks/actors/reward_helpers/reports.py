@@ -1,7 +1,7 @@
 """Merges the reports of helpers into the records of the reward actor, and sums their counters.
 
-- A record of test cases (`CaseAnchors`) stores, for each test case, the longest time that any helper has measured.
-- Counts are sums over all helpers since the start of the run, including helpers that have ended.
+- For each test case, the longest time of any helper is stored.
+- Counts are sums over all helpers since the start of the run, including ended ones.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 @dataclass(frozen=True, slots=True)
 class HelperReport:
-    """A report of a helper about its work since its start. `anchors` contains, for each scorer with adaptive deadlines,
-    run times that the reward actor does not know yet, and counts of programs killed early. `counts` contains the counts
-    of each scorer that judges responses twice. `sandboxes` has the figures of the sandboxes that the helper has used.
+    """A report of a helper about its work since its start. `anchors` has, by scorer, new program times and counts of
+    programs that were killed early. `counts` has the counts of each scorer that judges responses twice. `sandboxes` has
+    the figures of the helper's sandboxes.
 
     `worker_seconds` is the number of worker processes times the seconds since the start.
     """
@@ -35,16 +35,16 @@ class HelperReport:
 
 
 class HelperReports:
-    """The last report of each helper, and the records that they are merged into. See the module's docstring."""
+    """The last report of each helper, and the records into which reports are merged."""
 
     def __init__(self, anchors: Mapping[str, CaseAnchors], counts: Mapping[str, SecondVerdictCounts]) -> None:
-        """Begin without reports. `anchors` and `counts` are the reward actor's records, by scorer."""
+        """Begin without reports; `anchors` and `counts` are the reward actor's records, by scorer."""
         self._anchors, self._counts = anchors, counts
         self._reports = dict[Hashable, HelperReport]()
-        self._ended = HelperReport()  # the sums of the helpers that have ended
+        self._ended = HelperReport()  # sums over the helpers that have ended
 
     def note(self, helper: Hashable, report: HelperReport) -> None:
-        """Keep a helper's report, and add its run times and counts to the reward actor's records."""
+        """Store a helper's report, and add its program times and counts to the reward actor's records."""
         before = self._reports.get(helper, HelperReport())
         for scorer, counts in report.counts.items():
             self._counts[scorer].merge_news(counts, before.counts.get(scorer, SecondVerdictCounts()))
@@ -57,13 +57,13 @@ class HelperReports:
         self._reports[helper] = report
 
     def end(self, helper: Hashable) -> None:
-        """Add the times of a helper that has ended to the sums over all ended helpers."""
+        """Add the times of an ended helper to the sums."""
         report = self._reports.pop(helper, HelperReport())
         busy = self._ended.busy_seconds + report.busy_seconds
         self._ended = HelperReport(busy, self._ended.worker_seconds + report.worker_seconds)
 
     def sum(self) -> HelperReport:
-        """Return the summed times of all helpers, with costs, warnings and sandboxes of the helpers that still run."""
+        """Return the summed times of all helpers, with costs, warnings and sandboxes of the running ones."""
         running = list(self._reports.values())
         return HelperReport(
             sum((report.busy_seconds for report in running), self._ended.busy_seconds),
