@@ -81,8 +81,8 @@ def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> 
     """Compute, for each domain, the number of groups of responses in a batch and the mean of each part of the
     reward.
 
-    With several domains, each domain's mean reward, accuracy and response length are also computed. Responses that are
-    left out do not count.
+    In a run with several domains, the metrics of each domain include its mean reward, accuracy and response length.
+    Responses that are left out do not count.
     """
     batch = batch.judged
     found = batch.domains
@@ -107,7 +107,7 @@ def part_metric(domain: str, part: str) -> str:
 def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
     """Compute the mean of each part of the reward, for each domain.
 
-    At most `MOST_PARTS` parts are included for each domain.
+    At most `MOST_PARTS` parts of the reward are included for each domain.
     """
     if (column := batch.optional("reward_parts")) is None:
         return {}

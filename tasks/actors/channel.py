@@ -85,7 +85,7 @@ class ChannelActor:
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
         """Put a batch into the channel, as an Arrow buffer or as the name of a file.
 
-        The channel does not verify the batch, because the learner does.
+        The channel does not verify the batch, because the learner verifies each batch.
         """
         held = payload if isinstance(payload, str) else ray.put(payload)
         await self.channel.put(number, held, deadline, entry)
@@ -93,7 +93,7 @@ class ChannelActor:
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
         """Lease a batch to the learner; return a file name, or a list with one object reference.
 
-        The reference is in a list, because Ray would replace a bare reference by the object.
+        The object reference is in a list, because Ray would replace a bare reference by the object.
         """
         held = await self.channel.lease(number, deadline, afresh=afresh)
         return held if isinstance(held, str) else [held]

@@ -76,8 +76,8 @@ def request_path(kind: Kind, folder: Path) -> Path:
 def import_early() -> None:
     """Import the libraries of a Ray worker process before Ray starts threads in it.
 
-    No error is raised, because an actor would wait forever for a worker process that ended too early. The same import
-    fails again in the actor, which reports the error.
+    `import_early` raises no error, because an actor would wait forever for a worker process that ended too early. A
+    failed import fails again in the actor, which reports the error.
     """
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):

@@ -60,8 +60,8 @@ class EngineActor:
     async def start(self) -> None:
         """Start the engine, or wait for an earlier `start`.
 
-        A dead engine is replaced by a new one, without weights and without a client. The process stays alive, because
-        imports and compilation take most of the start.
+        A dead engine is replaced by a new one, without weights and without a client. The actor's process stays alive,
+        because imports and compilation take most of the start.
         """
         if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())

@@ -233,7 +233,7 @@ class LearnerActor:
     def _keep_weights(self) -> None:
         """Store the weights after supervised training (cold start) in the run's policy folder.
 
-        The folder can then be the `policy.path` of another run.
+        The policy folder can be the `policy.path` of another run.
         """
         for name, data in self.learner.weights().items():
             self.writer.check()  # raise `Deposed` if a newer process has replaced this learner
@@ -271,7 +271,7 @@ class LearnerActor:
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
         """Get batch `number` from the channel, and wait as long as the rollout stage may take to form it.
 
-        Time in which storage does not answer does not count.
+        The wait excludes the time in which storage does not answer.
         """
         patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
         while waited < patience:
@@ -306,7 +306,7 @@ class LearnerActor:
     def _quarantine(self, number: int, entry: int, error: NotFinite) -> None:
         """Reject batch `number`, and restore the policy version before it from storage.
 
-        Some minibatches of the batch may already have changed the weights.
+        The weights are restored, because some minibatches of the batch may have changed them.
         """
         why = str(error).partition("; ")[0]  # the message without the advice that applies only if the run stops
         self.batches.reject(self.writer, number, entry, why)

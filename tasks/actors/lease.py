@@ -111,7 +111,7 @@ class LeaseWatch:
     def _note_silence(self, passed: float) -> bool:
         """Count the time in which storage did not answer; return whether the lease has expired.
 
-        The count restarts at zero when storage stops or resumes answering.
+        The count of seconds restarts at zero when storage stops or resumes answering.
         """
         self._unwatched = passed + (self._unwatched if self._seen is None else 0.0)
         self._seen = None

@@ -31,8 +31,8 @@ class NodeReport:
     """The report of one node.
 
     `gpus` is the number of GPUs. `cache` is the node's folder for fetched files, or "" if it cannot be written. `disk`
-    is the number of free bytes on the disk of this folder. `store` is "", or the reason why the node cannot use the
-    store.
+    is the number of free bytes on the disk of the folder `cache`. `store` is "", or the reason why the node cannot use
+    the store.
     """
 
     host: str

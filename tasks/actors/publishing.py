@@ -33,10 +33,7 @@ class Publishing:
             self._job.result()
 
     def forget(self) -> None:
-        """Wait until publishing has ended, and ignore its error.
-
-        The learner restores an older policy version afterwards.
-        """
+        """Wait until publishing has ended, and ignore its error."""
         if self._job is not None:
             wait([self._job])
             self._job = None

@@ -143,7 +143,7 @@ class RewardActor:
         """Store the records that have changed: program times of test cases, counts of second verdicts, and the use of
         judges.
 
-        If storage fails, the next call tries again.
+        If storage fails, the next call of `_store_records` tries again.
         """
         async with self._storing:
             records = {anchors_path(name_section(name)): one.encode() for name, one in self._anchors.items()}

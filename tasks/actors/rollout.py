@@ -193,7 +193,7 @@ class RolloutActor:
     async def run(self) -> None:
         """Form all batches and evaluate policy versions, until the last version is loaded and evaluated.
 
-        A second call, from a restarted Prefect flow, waits for the same work.
+        A second call of `run`, from a restarted Prefect flow, waits for the same work.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -363,7 +363,7 @@ class RolloutActor:
     async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
         """Put a batch into the channel; wait at most `patience` seconds until the channel has room.
 
-        Time in which storage does not answer does not count.
+        The wait excludes the time in which storage does not answer.
         """
         waited, why = 0.0, ""
         while waited < self.patience:

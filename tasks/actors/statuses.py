@@ -79,8 +79,8 @@ class RolloutStatus(ActorStatus):
     batch waited for one slow group of responses. `unscored` counts the responses that wait for a score. `backlogged` is
     the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
     generated tokens in groups of responses that were discarded as too slow or not needed. `prefix_hits` is the share of
-    prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the
-    reason. `environment` has the counters of an environment with worker processes.
+    prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the reason
+    for its failure. `environment` has the counters of an environment with worker processes.
     """
 
     version: int = -1
@@ -157,8 +157,8 @@ class LearnerStatus(ActorStatus):
     `version` is the newest published policy version, or -1. `trained` counts the policy versions that this learner
     actor has trained. `steps` counts finished steps of work between two policy versions, such as an accuracy check
     during a cold start. `restored_from` is the policy version that the learner loaded at its start. `replayed` is the
-    number of later versions that it computed again from their batches. `note` describes in words what the learner is
-    doing.
+    number of policy versions that the learner computed again from their batches. `note` describes in words what the
+    learner is doing.
     """
 
     phase: LearnerPhase = LearnerPhase.STARTING

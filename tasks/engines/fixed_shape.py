@@ -92,7 +92,7 @@ class RunningRow:
     def take(self, token: int, logprob: float, version: int) -> int:
         """Append the next token of the prefix, or `token` after the prefix; return the appended token.
 
-        `versions` grows last, because another thread may read the lists in `progress`.
+        The list `versions` grows last, because another thread may read the lists in `progress`.
         """
         position, prefix = len(self.versions), self.request.prefix
         if position < len(prefix):
@@ -118,7 +118,7 @@ class RunningRow:
     def progress(self) -> TokenSpan:
         """Return all tokens of the response except the newest one, which may end the response.
 
-        Any thread may call `progress`, because the lists only grow.
+        Any thread may call `progress`, because the request's lists only grow.
         """
         return self.take_first(max(0, len(self.versions) - 1))
 
@@ -150,7 +150,7 @@ class AttentionCache:
     def __init__(self, group: AttentionRows, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
         """Prepare to write the new keys and values into the rows `into_N1`, and to attend to the rows `read_P`.
 
-        If `read_P` is None, the forward pass attends to all rows.
+        If `read_P` is None, the forward pass attends to all rows of the KV cache.
         """
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
@@ -345,7 +345,7 @@ class FixedShapeSampler:
     ) -> list[Generation]:
         """Sample a token for each row by inverse CDF, or take the most probable token at temperature 0.
 
-        Each element of `rows` has a request's index in `hidden`, its index in the KV cache, and the request.
+        Each element of `rows` has the index of a request in `hidden`, its index in the KV cache, and the request.
         """
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)

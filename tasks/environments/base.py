@@ -32,8 +32,8 @@ LogProbs = Callable[[Sequence[int]], Awaitable[Sequence[float] | None]]
 
 
 class SnapshotRejected(RollflowError):
-    """Raised by an environment that cannot be restored from a snapshot. The episode starts again from the beginning,
-    and the environment repeats its actions."""
+    """Raised by an environment that cannot be restored from a snapshot. After this error, the episode starts again from
+    the beginning, and the environment repeats its actions."""
 
 
 class Episode(Protocol):
@@ -68,7 +68,7 @@ class Episode(Protocol):
     @property
     def turn_id(self) -> str:
         """A text that identifies the newest turn in its run, even after a crash; "" in an evaluation, and before the
-        first turn. An environment can look up by the text whether it has already acted on the turn."""
+        first turn. With this text, an environment can look up whether it has already acted on the turn."""
 
     @property
     def snapshot(self) -> bytes | None:
@@ -148,7 +148,7 @@ class Episode(Protocol):
         episode.
 
         Each role has a context of its own: prompt (`replace_prompt`), response, room and branches. A new role begins
-        with the prompt of the episode. `Score.roles` gives each role its reward, which is compared only with the same
+        with the prompt of the episode. `Score.roles` has the reward of each role; a role is compared only with the same
         role in other episodes of the prompt.
 
         Raises:
@@ -160,7 +160,7 @@ class Episode(Protocol):
         would be left, nothing changes and the result is False.
 
         Sampled tokens stay in the context. If the chat template changes earlier answers (some templates remove
-        thoughts), a branch begins with the new rendering of the conversation.
+        thoughts), a new branch begins with the changed conversation.
 
         Raises:
             ValueError: the policy has not answered since the last call.

@@ -99,7 +99,7 @@ NO_CLOCK = StepClock()
 class TurnClock(StepClock):
     """Measures the time for which an environment computes, without its waits for generations and scores.
 
-    Time counts again when all simultaneous waits have ended.
+    An environment may wait several times at once; time counts again when all waits have ended.
     """
 
     def __init__(self, limits: EpisodeLimits, expire: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ MOST_EPISODES = 10_000
 
 class LimitedEnvironment(Section):
     """Base class of the configs of environments whose episodes may have several turns. Each kind of environment may
-    change the defaults."""
+    change the defaults of these keys."""
 
     max_turns: int | None = Field(
         None,

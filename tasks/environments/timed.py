@@ -109,8 +109,8 @@ class TimedEnvironment(Environment):
                 yield Step(seconds, FAILED if fate < config.hangs + config.failures else None)
 
     def draw_times(self, seed: int, attempt: int, turns: int) -> tuple[array[float], Score | None]:
-        """Draw the seconds of the reset and of all steps, up to the first step that fails. The result also has the
-        score of the episode if a step fails.
+        """Draw the seconds of the reset and of all steps, up to the first step that fails. The second part of the
+        result is the score of the episode if a step fails.
 
         All steps are drawn at the start, because a random generator for each episode would need 2.5 kB of memory.
         """

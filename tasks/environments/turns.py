@@ -38,8 +38,8 @@ class LivedTurn:
 class LivedBranch:
     """The tokens of one branch of an episode, and its turns.
 
-    The tokens are stored in parts (generations, or tokens of the environment), which are joined when they are read.
-    Adding a turn does not copy earlier turns.
+    The tokens of a branch are stored in parts, which are joined only when they are read, so that adding a turn copies
+    no earlier turns.
     """
 
     role: str = ""  # name of the role that acts in the branch; "" if the episode has no roles

@@ -104,8 +104,8 @@ class Updates:
     ) -> list[tuple[slice, LossOf]]:
         """Return the parts of a micro-batch's loss, each with the slice of its hidden states.
 
-        With a large vocabulary, each part has only some of the tokens. Tokens of the environment are separate parts,
-        after the M tokens with loss mask 1.
+        With a large vocabulary, each part of the loss has only some of the tokens, because of the size of the logits.
+        Tokens of the environment are separate parts, after the M tokens with loss mask 1.
         """
         observed, found = micro.observed, list[tuple[slice, LossOf]]()
         if len(micro.targets) or observed is None or not len(observed.targets):
@@ -122,7 +122,7 @@ class Updates:
         """Add the gradient of a micro-batch's loss to the policy's gradients, and return the loss in float64.
 
         The output head and the loss run forward and backward for one part at a time, so that memory holds the logits of
-        one part. The decoder runs backward last, for all tokens.
+        one part. After all parts, the decoder runs backward once for all tokens.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.predicting
         hidden_NH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))

@@ -222,8 +222,8 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the recipe's parts of an objective into the preset's parts, key by key. A part with another `kind` replaces
-    the whole part of the preset."""
+    """Merge the recipe's parts of an objective into the preset's parts, key by key. A part of the recipe with another
+    `kind` replaces the whole part of the preset."""
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -316,7 +316,7 @@ def _check_length(objective: PartsObjective) -> None:
     """Reject a ratio of whole responses (level `sequence`) unless the loss of a response is the mean over its
     tokens.
 
-    A sum over tokens would apply the ratio once for each token.
+    With a sum over tokens, the ratio of the whole response would be applied once for each token.
     """
     once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
     if once or not isinstance(objective.surrogate, Clip | BinaryTv):

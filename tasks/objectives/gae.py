@@ -20,7 +20,7 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
     """Return the reward of each token, which is its negative price; the last token also gets the trajectory's reward.
     The price of a token is its KL penalty, minus its own reward if it has one.
 
-    `starts` is the index of each trajectory's first token, with B as its last element.
+    `starts` has the index of each trajectory's first token among the B tokens, and B as its last element.
     """
     found_B = -price_B.double()
     some = np.flatnonzero(np.diff(starts))  # trajectories with at least one sampled token

@@ -34,7 +34,7 @@ class BatchRows:
     """A whole batch as flat arrays, with the offset of each row (trajectory). Where the data type allows it, an array
     is a view of an Arrow buffer.
 
-    Values of the B tokens with loss mask 1 are stored one row after the other.
+    Arrays of B values have one value for each token with loss mask 1, one row after the other.
     """
 
     tokens: np.ndarray  # int32, tokens of all rows

@@ -98,8 +98,8 @@ def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, grou
 
 def _mean_of_others(rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
     """Return the baseline of each step: the mean step reward of each other episode of the group, averaged over these
-    episodes. Episodes without steps do not count. A step without other episodes has its own reward as baseline, and so
-    no effect."""
+    episodes. Episodes without steps do not count in this average. A step without other episodes has its own reward as
+    baseline, and so no effect."""
     count_E, mean_E = _mean_by(episode_S, rewards_S, len(groups_E))
     counts_E = count_E > 0
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0

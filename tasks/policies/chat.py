@@ -136,7 +136,7 @@ class ChatTemplate:
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
         """Return the special token that the chat template writes after an answer, or None.
 
-        The result is also None if the chat template rejects answers.
+        None is also returned if the chat template rejects answers.
         """
         rendered = ""
         for system in (None, SYSTEM):  # some chat templates require a system message

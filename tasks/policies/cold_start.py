@@ -103,7 +103,7 @@ def _approach_target(
     """Move the weights towards the weights `before` until the accuracy has fallen to about `target`; return the
     accuracy.
 
-    `found` is the accuracy before the call.
+    `found` is the accuracy of the model before the call.
     """
     after, low, high = _copy_weights(model), 0.0, 1.0  # interpolation: 0 is `before`, 1 is `after`
     for _ in range(LOOKS):
@@ -147,7 +147,7 @@ def generate_answers(
 ) -> list[list[int]]:
     """Generate an answer for each prompt; return the tokens of the answers without the end token.
 
-    Temperature 0 means the most probable token. Prompts of equal length run in one batch.
+    With temperature 0, the most probable token is always chosen. Prompts of equal length run in one batch.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[list[int]] = [[] for _ in prompts]

@@ -190,8 +190,8 @@ def copy_folder(path: str, key: str = "policy.path") -> dict[str, bytes]:
 def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """Return the files of a policy folder with the data type `dtype` in config.json.
 
-    Other tools, such as vLLM, load weights in the data type that config.json names. In another data type than that of
-    the learner, log-probs would differ.
+    Other tools, such as vLLM, load weights in the data type that config.json names. Log-probs would differ if a tool
+    used another data type than the learner.
     """
     try:
         config = dict(json.loads(files["config.json"]))

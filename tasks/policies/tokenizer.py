@@ -106,8 +106,8 @@ class PolicyTokenizer:
         """Return, for each number of characters, the index of the token at which the decoded response has this many
         characters.
 
-        A character counts only at the token that completes it. An invalid byte may count at a later token. If the
-        response is shorter, the index is that of its last token.
+        A character that several tokens form counts only at the token that completes it. An invalid byte may count at a
+        later token. If the response has fewer characters, the index is that of its last token.
         """
         whole = str(self._fast.decode(list(tokens), skip_special_tokens=not special))
 
@@ -279,8 +279,8 @@ def _open_as_others(folder: Path) -> Any:
 def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """Describe how `AutoTokenizer` differs from tokenizer.json, or return None.
 
-    The comparison covers the vocabularies, and how `texts`, special tokens and combinations of `PIECES` are encoded and
-    decoded.
+    The vocabularies are compared, and also how both tokenizers encode and decode `texts`, special tokens and
+    combinations of `PIECES`.
 
     Raises:
         ConfigError: `AutoTokenizer` cannot read the folder.

@@ -132,7 +132,8 @@ class WordLists(_DrawnSource):
 class LongProducts(_DrawnSource):
     """Questions that ask for the product of two numbers; both numbers in order are the key.
 
-    All products have the same number of digits, because a policy of two layers copies a tool's result by position.
+    All products have the same number of digits, because a policy of only two layers copies a tool's result by
+    position.
     """
 
     def __init__(self, *, seed: int, held_out: int, digits: int = 4) -> None:

@@ -138,7 +138,7 @@ def read_questions(config: FileBase, content: bytes) -> list[Question]:
     """Return the questions of a prompt file in the order of its lines; raise `ConfigError` for the first invalid
     line.
 
-    `rows.py` checks the lines of a new run more strictly. The result for a file must never change, because restarted
+    `rows.py` checks the lines of a new run more strictly. The questions of a file must never change, because restarted
     runs read their prompt files again.
     """
     return [_read_question(config, number, line) for number, line in numbered_lines(config, content)]

@@ -14,7 +14,7 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 def normalise_text(text: str) -> str:
     """Return a text in Unicode form NFKC and lower case, with single spaces and without punctuation at its ends.
 
-    A text of punctuation only stays as it is.
+    A text that consists only of punctuation stays unchanged.
     """
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     first, last = 0, len(words)
@@ -39,7 +39,7 @@ def unordered_key(text: str, answer: str) -> str:
     """Return a key of a question and its answer that ignores the order of words within each line.
 
     `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` have different answers and are two
-    questions. The order of lines counts, because lines may be the rows of a grid.
+    questions. The key depends on the order of lines, because lines may be the rows of a grid.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
     return "\n".join([*lines, normalise_text(answer)])

@@ -141,8 +141,8 @@ class RunPrompts:
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
         """Return the prompts of each evaluation set, whose name is their domain in metrics.
 
-        The indices of these prompts follow the indices of the held-out prompts. A prompt that is too long is left out
-        or raises an error, as `too_long` says.
+        The indices of prompts in evaluation sets follow those of the held-out prompts. A prompt that is too long is
+        left out or raises an error, as `too_long` says.
         """
         found: dict[str, list[Prompt]] = {}
         index = self._held_out
@@ -223,7 +223,7 @@ class RunPrompts:
     ) -> tuple[Prompt, Question]:
         """Return the prompt at `position` of a question source, or at a later position if it is too long.
 
-        All processes of a run try the same later positions.
+        All processes of a run try the same later positions, so they find the same prompt.
         """
         for place in range(position, position + TRIES * LEAP, LEAP):
             question = ask(place)

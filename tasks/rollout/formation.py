@@ -47,7 +47,7 @@ class Formation:
 
         Args:
             running: start numbers of the running groups that were not preempted, in ascending order.
-            is_lost: True if the batch was voided (lost) when later batches were formed already.
+            is_lost: True if the batch was voided (rejected) when later batches were formed already.
         """
         if self.limits.batch_order == "started":
             first = next(iter(running), None)
@@ -65,8 +65,8 @@ class Formation:
     def _crowds(self, number: int, later: int) -> bool:
         """Return whether old groups of responses would have to be dropped later if batch `number` were formed now.
 
-        The batch would take younger groups of responses, while more old groups run than the next `later` batches can
-        take.
+        Old groups are dropped if the batch takes younger groups while more old groups run than the next `later` batches
+        can take.
         """
         bound, groups = self.oldest_allowed(number + 1 + later), self.limits.groups
         return self.starts.count_before(bound) > later * groups and self.buffer.count_older(bound) < groups

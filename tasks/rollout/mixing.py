@@ -58,8 +58,8 @@ class Mixture:
 class Slots:
     """An endless sequence of slots that gives each prompt source its configured share.
 
-    The rule is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980). With D prompt
-    sources, the number of slots of a source differs from its exact share by at most 1 - 1 / (2D - 2).
+    Slots are assigned by Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980). With D
+    prompt sources, the number of slots of a source differs from its exact share by at most 1 - 1 / (2D - 2).
     """
 
     def __init__(self, shares: Sequence[float]) -> None:

@@ -343,7 +343,7 @@ class RunConfig(Section):
         """The largest accepted difference, in nats, between the log-probs of an engine and those of the learner.
 
         Log-probs in bfloat16 differ by up to 0.5 nats between correct engines and the learner, because of rounding.
-        Outdated weights cause differences above one nat.
+        Engines with outdated weights have log-probs that differ by more than one nat.
         """
         chosen = self.engine.probe_tolerance
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01

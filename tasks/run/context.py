@@ -80,8 +80,8 @@ class RunContext:
         return found
 
     def check_format(self) -> None:
-        """Check that this release of the program can read the stored run. The check passes if the first log entry is
-        missing or damaged.
+        """Check that this release of the program can read the stored run. A run whose first log entry is missing or
+        damaged passes the check.
 
         Raises:
             ConfigError: another release of the program recorded the run, in another format.
@@ -324,7 +324,8 @@ BEFORE: dict[str, dict[str, Any]] = {
 def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
     """Parse a config that was read from a run's log.
 
-    Renamed keys get their present names. Missing keys get the values that match the behaviour of the recorded run.
+    Keys that were renamed since the run get their present names. Keys that are missing in the record get the values
+    that match the behaviour of the recorded run.
 
     Raises:
         ValidationError: the recorded config is invalid.

@@ -122,7 +122,7 @@ def _check_clock(context: RunContext) -> None:
 def _check_own_sources(context: RunContext) -> None:
     """Raise `ConfigError` if the code of a user-defined prompt source has changed since the run began.
 
-    A changed source may still ask the same first questions, so the run itself can continue.
+    The run itself can continue with a changed source, as long as the first questions are the same.
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):

@@ -281,7 +281,8 @@ def _find_too_long(
 def _count_tokens(source: FileBase, tokenizer: PolicyTokenizer) -> Callable[[PromptRow], int]:
     """Return a function that counts the tokens of a row's prompt; an error message of the function names the row.
 
-    The returned function also checks that the chat template shows the first system message of a row.
+    The returned function also checks that the chat template writes the first system message of a row into the
+    prompt.
     """
     checked = False
 

@@ -91,7 +91,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
 def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
     """Check that a user-defined class has a method with the right arguments.
 
-    A wrong method would make every response fail.
+    With a wrong method, every response would fail.
     """
     name = promised.__name__
     method = getattr(own, name)

@@ -11,7 +11,7 @@ PAGE = resource.getpagesize()
 def limit_memory(more: int) -> None:
     """Limit the address space of this process to its present size plus `more` bytes.
 
-    Python raises `MemoryError` if the process needs more.
+    Python raises `MemoryError` if the process needs more memory.
     """
     size = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

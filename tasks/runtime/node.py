@@ -55,7 +55,7 @@ def _create_writable(folder: Path) -> bool:
 def _create_temporary() -> Path:
     """Return a temporary folder, after checking that no other user created it or may write into it.
 
-    Another user could guess the name of the folder.
+    The owner is checked, because another user could guess the name of the folder.
     """
     folder = Path(tempfile.gettempdir(), f"rollflow-{os.getuid()}")
     try:

@@ -215,7 +215,7 @@ class Workspace(Protocol):
     """A sandbox for an agent's tools, in which sessions and commands run in parallel on the same files.
 
     Programs in a workspace are not protected from each other. Paths may be absolute, as programs in the sandbox see
-    them. Only files that these programs can reach are read and written.
+    them. A workspace reads and writes only files that the programs in the sandbox can reach.
     """
 
     async def open_session(

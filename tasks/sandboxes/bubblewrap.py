@@ -275,8 +275,8 @@ class BoxSandboxes:
         return await self._create_in_box(NO_LIMITS, None)
 
     def _fill(self) -> None:
-        """Create sandboxes in the background, so that later programs start sooner. A sandbox in use counts if it can be
-        emptied for the next program.
+        """Create sandboxes in the background, so that later programs start sooner. A sandbox in use counts as one of
+        these sandboxes if it can be emptied for the next program.
         """
         coming = self._running if self.renews else 0
         while not self._has_died() and len(self._spares) + coming < self._config.spares:

@@ -47,8 +47,8 @@ class Score:
     the response, for example because the deadline passed.
 
     `token_values` has a number for each token of the response, or None for a token without a value. `step_values` has
-    pairs for the steps of the response: the end of the step in the scored text, and the value of the step. Both are
-    rewards in addition to `value`. The module `token_values` converts step values to token values.
+    pairs for the steps of the response: the end of the step in the scored text, and the value of the step. Values of
+    tokens and steps are rewards in addition to `value`. The module `token_values` converts step values to token values.
 
     `roles` maps the roles of an episode to their rewards; a role that is not named gets `value`.
     """
@@ -165,8 +165,8 @@ def outcome_of(value: Any) -> Outcome:
 def validate_score(who: str, score: Any) -> Score:
     """Convert the result of user code, a score or a number, into a score that can be stored.
 
-    An invalid result leads to `failure_score`. An unjudged score gets the value 0, and no values of tokens and
-    steps.
+    If the result is invalid, the score of a failure is returned (`failure_score`). An unjudged score gets the value 0,
+    and no values of tokens and steps.
     """
     try:
         if not isinstance(score, Score):
@@ -222,7 +222,7 @@ def _check_step(step: tuple[int, float]) -> tuple[int, float]:
 
 
 class Unjudged(RollflowError):
-    """Raised by a scorer that cannot judge a response now, for a reason that the policy cannot have caused. The
+    """Raised by a scorer that cannot judge a response now, for a reason that the policy cannot have caused. An unjudged
     response is judged again later.
     """
 

@@ -58,7 +58,7 @@ def place_values(
 ) -> Score:
     """Convert values of steps to values of tokens; `response` is the text of the tokens.
 
-    Values that do not fit the response lead to the score of a failure.
+    If the values do not fit the response, the score of a failure is returned.
     """
     if not score.has_token_values:
         return score

@@ -183,7 +183,7 @@ def apply_length(score: Score, penalty: LengthPenalty | None, response: str, tok
     """Subtract the length penalty from the score of a response with this number of tokens. The parts of the score show
     the value before the penalty, and the penalty.
 
-    The outcome does not change, because a long response may be correct.
+    The penalty does not change the outcome, because a long response may be correct.
     """
     if penalty is None:
         return score

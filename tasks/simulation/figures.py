@@ -38,7 +38,7 @@ class StepShares:
     to 1.
 
     Rollout ends with the last response, reward with the last score, training with the new policy version, and the
-    update when the engines have that version.
+    update once the engines have loaded the version.
     """
 
     rollout: float

@@ -99,8 +99,8 @@ def choose(
 ) -> tuple[CandidateOutcome | None, CandidateOutcome | None]:
     """Return two outcomes that keep the limits: the fastest outcome, and the recommended outcome.
 
-    The recommended outcome has the smallest staleness limit alpha within `TOLERANCE` of the fastest outcome, and among
-    equals the least wasted tokens.
+    The recommended outcome has the smallest staleness limit alpha within `TOLERANCE` of the fastest outcome, and wastes
+    the fewest tokens among equal ones.
     """
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:

@@ -115,7 +115,7 @@ def _pause_collector() -> Iterator[None]:
 
 
 class SimulatedRun:
-    """One simulated run, with all its parts connected. `recipe` is the user's config, and `config` the same with
+    """One simulated run, with all its parts connected. `recipe` is the user's config; `config` is a copy of it with
     simulated engines."""
 
     proxy_type: type[InferenceProxy] = InferenceProxy

@@ -7,7 +7,7 @@
 | a step or a tool call hangs | scored on the state reached, as a time-out |
 | a step, or the reward, raises an error | scored on the state reached, as unparsable |
 | the process ends itself in a step, or writes an invalid answer | scored on the state reached, as killed |
-| the process is killed from outside, or the keeper of the processes dies | unjudged |
+| the process is killed from outside, or the first worker process dies | unjudged |
 """
 
 from __future__ import annotations

@@ -138,6 +138,6 @@ class ForeignEpisodes(Environment):
 def find_seed(prompt: Prompt) -> int:
     """Return the seed of an episode's environment, the same for all episodes of a prompt.
 
-    The episodes of a group begin in the same state, and a run is reproducible.
+    With equal seeds, the episodes of a group begin in the same state, and a run is reproducible.
     """
     return int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=SEED_BYTES).digest(), "big") >> 1

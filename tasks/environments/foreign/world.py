@@ -135,7 +135,8 @@ class World:
         return await self._ask(request, seconds)
 
     async def _ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
-        """Send a request and return the answer. The default time limit is the rest of the episode's time limits."""
+        """Send a request and return the answer. By default, the request may take as long as the episode's time limits
+        still allow."""
         what = str(request["do"])
         try:
             line = pack_line(dict(request))

@@ -145,8 +145,8 @@ class GuestKeeper:
             self._asked[message["number"]] = self._waiting.pop(0)
 
     def _lose_template(self) -> None:
-        """Let a new template process start the episodes that the ended template has not started. An episode whose start
-        fails twice is given up."""
+        """Let a new template process start the episodes that the ended template has not started. An episode that could
+        not be started twice is given up."""
         assert self._link is not None
         self._link.close()
         self._link = None

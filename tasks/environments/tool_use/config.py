@@ -36,7 +36,7 @@ class PythonTool(Section):
 
 
 class McpServer(Section):
-    """An MCP server whose tools the policy may call. Each episode starts its own process of the server."""
+    """An MCP server whose tools the policy may call. Each episode starts its own process of the MCP server."""
 
     command: tuple[str, ...] = Field(
         min_length=1,

@@ -91,8 +91,8 @@ def shapes_of(files: Files) -> dict[str, Tensor]:
 
 
 def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Divide tensors among files, in a fixed order. Data types with large elements come first, so that each tensor is
-    aligned in memory."""
+    """Divide tensors among files, in a fixed order. Tensors of data types with large elements come first, so that each
+    tensor is aligned in memory."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Divide pieces of work among ranks; return the indices of the pieces of each rank, in ascending order. `lengths`
-    has the number of tokens of each piece."""
+    has the number of tokens of each piece of work."""
     found: list[list[int]] = [[] for _ in range(ranks)]
     # heap whose first entry is the rank with the smallest load
     loads = [(0, rank) for rank in range(ranks)]

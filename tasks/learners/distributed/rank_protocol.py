@@ -36,7 +36,8 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """A command to train policy version `version` on a batch of `size` bytes. The batch is sent after the command."""
+    """A command to train policy version `version` on a batch of `size` bytes. The first rank sends the batch after the
+    command."""
 
     version: int
     size: int

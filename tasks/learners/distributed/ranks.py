@@ -30,8 +30,8 @@ GROUP_SIGNS = "gloo", "connection", "timed out"
 
 
 class RankLost(Exception):
-    """Raised when a collective call fails because another rank ended or was late. `rank` is the number of this other
-    rank, if known."""
+    """Raised when a collective call fails because another rank ended or was late. `rank` is the number of the rank that
+    ended or was late, if known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)

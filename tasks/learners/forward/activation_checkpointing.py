@@ -15,8 +15,8 @@ from rollflow.storage.errors import ConfigError
 def recompute_layers(decoder: Any) -> None:
     """Make each layer of the decoder run again in the backward pass.
 
-    The results are bit-identical, because dropout is off and layers draw no random numbers. The activation
-    checkpointing of transformers needs training mode, which would turn dropout on.
+    A layer that runs again has bit-identical results, because dropout is off and layers draw no random numbers. The
+    activation checkpointing of transformers needs training mode, which would turn dropout on.
 
     Raises:
         ConfigError: the decoder has no list of layers.

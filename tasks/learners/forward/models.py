@@ -120,7 +120,7 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare the first update of a policy version.
 
-        `begin` calls `settle` before it changes the reference policy, the only stored tensors that it changes.
+        `begin` calls `settle` before it changes the reference policy, because its tensors are stored.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -141,8 +141,8 @@ class TrainedModels:
     # --- passes of models ---------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
-        """Return the rows of the batch that contribute to the gradient. A row with advantage zero contributes only if
-        the objective sets `every_row`."""
+        """Return the rows of the batch that contribute to the gradient. A row with advantage zero contributes to the
+        gradient only if the objective sets `every_row`."""
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 
     def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:

@@ -91,7 +91,7 @@ def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Te
     """Return the log-probs of the policy before the update, for the rows that are trained on; None if no forward pass
     is needed.
 
-    With a single update, the update itself computes these log-probs.
+    With a single update, the update itself computes the log-probs of the policy before the update.
     """
     if roles.objective.uses_batch:
         return roles.compute_tokens(data, range(len(data.rewards)), roles.own_logprobs)

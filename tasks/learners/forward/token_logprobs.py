@@ -82,8 +82,8 @@ class TokenLogprobs:
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
         """Split the M tokens of a micro-batch into slices; `row_M` has the row number of each token.
 
-        With `by_token`, no slice has more tokens than a chunk. Without `by_token`, a slice consists of whole rows, so
-        that a long row may exceed a chunk.
+        With `by_token`, no slice has more tokens than a chunk. Without `by_token`, a slice consists of whole rows, and
+        may have more tokens than a chunk.
         """
         return self._split_evenly(len(row_M)) if by_token else self._split_by_row(row_M)
 

@@ -109,7 +109,7 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
     """Raise `Corrupt` if a file name has none of the prefixes `stems`, or if a prefix has no file.
 
-    A missing prefix is accepted before the first update, when the critic and the reference policy store nothing.
+    A prefix may have no file before the first update, when the critic and the reference policy store nothing.
     """
     strange = sorted(name for name in files if not name.startswith(tuple(stems)))
     begun = any(name.startswith(MOMENTS) for name in saved)

@@ -91,7 +91,8 @@ class ShardingBackend(TrainedTensors):
         return self._gather(name, None, self.types[name], to)
 
     def gather_everywhere(self) -> dict[str, Tensor]:
-        """Gather all parameters on every rank. All ranks must call `gather_everywhere`, and not during a train step."""
+        """Gather all parameters on every rank. All ranks must call `gather_everywhere` together, outside of train
+        steps."""
         return {name: self._gather_everywhere(name).to(kind) for name, kind in self.types.items()}
 
     def _gather_everywhere(self, name: str) -> Tensor:

@@ -24,8 +24,8 @@ def find_ends(fast: Tokenizer, tokens: Sequence[int], whole: str, special: bool)
     """Return, for each token, the number of characters of `whole` up to the end of the token; None if no method
     works.
 
-    With `special = False`, special tokens have no characters. A character counts only at the token that completes it.
-    An invalid byte counts at its own token, or up to three bytes later.
+    With `special = False`, special tokens have no characters. A character that several tokens form counts only at the
+    token that completes it. An invalid byte counts at its own token, or up to three bytes later.
     """
     left_out = set[int]() if special else _special_tokens(fast)
     kept = [token for token in tokens if token not in left_out]

@@ -17,8 +17,7 @@ from rollflow.tasks.rollout.resuming.journal import TurnFolder, TurnJournal
 
 
 class TurnFiles(TurnFolder):
-    """The files of finished turns that one scheduler process reads and writes. The process holds the scheduler's role
-    in the log."""
+    """The files of finished turns that one scheduler process reads and writes."""
 
     def __init__(self, store: ObjectStore, claim: int) -> None:
         self._store, self._claim = store, claim
@@ -27,8 +26,8 @@ class TurnFiles(TurnFolder):
     def open_journal(self, settings: RolloutConfig, state: RunState, *, has_turns: bool = True) -> TurnJournal:
         """Create the journal of a scheduler that starts from `state`, with the stored turns of unfinished groups.
 
-        All other files of turns are deleted. If `settings` turn off durable turns, or if episodes have a single turn,
-        all files are deleted.
+        Files without an unfinished group are deleted. If `settings` turn off durable turns, or if episodes have a
+        single turn, all files are deleted.
         """
         is_on = has_turns and settings.durable_turns != "off"
         stored = {path: self._read_running(path, state) for path in sorted(self._store.list(FOLDER))}

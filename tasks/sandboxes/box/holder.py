@@ -127,8 +127,8 @@ class Holder:
         os._exit(0)
 
     def _answer(self, order: bytes) -> Request | None:
-        """Fork a program, and send its file descriptors to the supervising process. The result is the program's request
-        in a process forked for Python source, and None in this process.
+        """Fork a program, and send its file descriptors to the supervising process. In a process that was forked for
+        Python source, `_answer` returns the program's request; in this process, it returns None.
         """
         if is_new := order != Order.FORK.value:
             self._first = 0
@@ -178,9 +178,9 @@ class Holder:
     def _become_program(self, fds: tuple[int, int, int, int], is_new: bool) -> Request:
         """Wait for a request and execute its command; if the request has Python source, return the request.
 
-        First, the process mounts `/proc`, drops all capabilities, closes other file descriptors, and installs the
-        filter of system calls. `fds` become stdin, stdout, stderr and the channel, which at first is the socket to the
-        supervising process.
+        Before it reads the request, the process mounts `/proc`, drops all capabilities, closes other file descriptors,
+        and installs the filter of system calls. `fds` become stdin, stdout, stderr and the channel, which at first is
+        the socket to the supervising process.
         """
         for place, fd in enumerate(fds):
             os.dup2(fd, place)

@@ -84,8 +84,8 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, request: Request, fd: int) -> Request | None:
-        """Start the supervising process of a sandbox in new namespaces. The result is the program's request in a
-        process forked for Python source, and None in this process.
+        """Start the supervising process of a sandbox in new namespaces. In a process that was forked for Python source,
+        `_create` returns the program's request; in this process, it returns None.
         """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)

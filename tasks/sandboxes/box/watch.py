@@ -154,9 +154,9 @@ def find_excess(limits: dict[str, Any], list_processes: Callable[[], list[int]],
     `list_processes` returns the ids of the sandbox's processes, as the mounted file system `proc` shows them.
 
     Shared memory pages are counted once; of the open files, only sockets are counted. The exact count is slow, so it is
-    made only if the sum over all processes exceeds the memory limit. Files and pages that a process hides are all
-    counted. A limit that only hidden files exceed must be exceeded in all measurements, because a starting process may
-    hide its files.
+    made only if the sum over all processes exceeds the memory limit. If a process hides its open files or its shared
+    pages, all of them are counted. If only hidden files exceed a limit, all measurements must exceed it, because a
+    starting process may seem to hide its files.
     """
     most, certain = limits["memory_bytes"] // 1024, 0
     for pause in (0.0, 0.0, *[POLL_SECONDS] * HIDDEN_POLLS):

@@ -116,8 +116,8 @@ async def run_beside(
     pair: tuple[Sandboxes, Sandboxes], code: str, tests: str, seconds: float, read: Callable[[ExecResult], CaseResult]
 ) -> CaseResult:
     """Run a program in a sandbox of the first kind, and its tests in a sandbox of the second kind, with a channel
-    between them. `read` returns the result of the case from the end of the tests. The result says how the program
-    failed, if it did.
+    between them. `read` returns the result of the case from the end of the tests. If the program has failed, the result
+    says how.
 
     Raises:
         SandboxFailed: a sandbox failed.
@@ -145,10 +145,10 @@ async def run_beside(
 async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds: float) -> CaseResult:
     """Judge a test case in sandboxes that cannot communicate, by running the tests and the program alternately.
 
-    The tests run until they call a function of the program with an unrecorded result. To answer the call, the program
-    runs from the start, executes all calls so far, and prints the last result. A recorded result never changes, so a
-    program cannot make it depend on later calls. Tests with `n` calls take `2 n + 2` runs in sandboxes, and the time
-    limit applies to each run.
+    The tests run until they make a call of the program whose result is not recorded yet. To answer the call, the
+    program runs from the start, executes all calls so far, and prints the last result. A recorded result never changes,
+    so a program cannot make it depend on later calls. Tests with `n` calls take `2 n + 2` runs in sandboxes, and the
+    time limit applies to each run.
 
     The test case fails if the tests make too many calls or get too long answers, for example from an endless iterator.
 

@@ -311,7 +311,7 @@ def equal(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Compare two values; a tuple equals a list of the same values.
 
     Two numbers may differ by `tolerance`, or by `tolerance` times the expected number. The tolerance is not relative to
-    `value`, because a huge value would equal every number.
+    `value`, because otherwise a huge value would equal every number.
     """
     if isinstance(expected, (list, tuple)) and isinstance(value, (list, tuple)):
         return len(value) == len(expected) and all(map(lambda a, b: equal(a, b, tolerance), value, expected))

@@ -128,8 +128,8 @@ class CodeScorer:
         return self._sandboxes
 
     async def _prepare(self, case: Case) -> Case:
-        """Return a test case that can be judged. The first pytest file starts the sandboxes for pytest; `ConfigError`
-        says that this machine cannot run pytest.
+        """Return a test case that can be judged. The first pytest file starts the sandboxes for pytest, or raises
+        `ConfigError` if this machine cannot run pytest.
         """
         if not isinstance(case, PytestFile):
             return case

@@ -5,8 +5,8 @@ A call is repeated after a lost connection, a time-out, HTTP status 408, 409, 42
 A question without a verdict raises `Unjudged`, or `NoVerdict` if the response may be the cause, for example because it
 is too long.
 
-A question is *overtaken* if all its answers come too late although a later question gets a verdict; after `judge_tries`
-times, it raises `LateVerdict`.
+A question is *overtaken* if all its answers come too late although a later question gets a verdict; a question that was
+overtaken `judge_tries` times raises `LateVerdict`.
 
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
 up.

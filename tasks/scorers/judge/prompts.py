@@ -134,8 +134,8 @@ def ask_rubric(
 
 
 def ask_comparison(config: JudgeReward, material: Material, first: str, second: str) -> JudgeQuestion:
-    """Build the request that asks a judge which of two responses is better. The value of the verdict is the points of
-    the first response.
+    """Build the request that asks a judge which of two responses is better. The value of the verdict is the number of
+    points of the first response.
     """
     both = f"{first}\0{second}"
     texts = {
@@ -154,8 +154,8 @@ def ask_comparison(config: JudgeReward, material: Material, first: str, second: 
 def read_rubric(config: JudgeReward, reference: Mapping[str, Any]) -> Mapping[str, RubricItem]:
     """Return the rubric of the config or of the data row; raise `ValueError` if there is none.
 
-    A data row's rubric is a list of objects with `text` and, optionally, `weight`, which are named item_1, item_2,
-    ...
+    The rubric of a data row is a list of objects with `text` and, optionally, `weight`; its items are named item_1,
+    item_2, ...
     """
     if config.rubric:
         return config.rubric

@@ -1,7 +1,7 @@
 """Detects the language of a text with the package langdetect, which IFEval's published checker uses.
 
-Equal texts always have the same result: langdetect's random generator starts with `SEED` for each text, and its
-languages are loaded in sorted order, on which rounding errors depend.
+Equal texts always have the same result, because the random generator of langdetect starts with `SEED` for each text,
+and its languages are loaded in sorted order.
 """
 
 from __future__ import annotations

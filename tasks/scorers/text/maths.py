@@ -61,7 +61,7 @@ def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, 
     """Compare the final answer of a response with `reference["answer"]`.
 
     With `marked`, only a marked answer counts, for example in a LaTeX box. Decimal numbers are rounded to `decimals`
-    digits after the decimal point. A number that would be rounded to 0 is compared to `decimals` significant digits.
+    digits after the decimal point. Numbers that would be rounded to 0 are compared to `decimals` significant digits.
     """
     gold = str(reference["answer"])
     answer = find_marked(response)
