@@ -44,7 +44,7 @@ class EngineActor:
         self._build = build
         self._built: Engine | None = None
         self._source: WeightsSource | None = None
-        # held during a fetch, because a fetch may delete weights that an update is reading
+        # lock during a fetch of weights, which may delete weights that an update is reading
         self._loading = asyncio.Lock()
         self._meter = EngineMeter()
         self._cpu = CpuClock("engine", "engine core")

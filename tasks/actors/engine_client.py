@@ -88,7 +88,7 @@ class RayEngine:
         self._waiting: dict[str, PendingCall] = {}  # requests whose callers wait, keyed by number
         self._calls: dict[
             str, PendingCall
-        ] = {}  # requests by the caller's id, including those that waited when the engine failed
+        ] = {}  # requests by the caller's id, also those that waited when the engine failed
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 

@@ -344,7 +344,7 @@ def _environment(threads: int) -> Iterator[None]:
     if not is_available():
         os.environ |= {
             "VLLM_TARGET_DEVICE": "cpu",
-            # a thread pinned to a core would wait whenever the learner uses the core
+            # Threads are not pinned, because a pinned thread would wait whenever the learner uses its core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }

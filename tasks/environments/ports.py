@@ -20,8 +20,7 @@ from rollflow.storage.records import Prompt
 from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tools import Toolbox
 
-# A message has a `role` and a `content`. A policy without chat template reads the `frame` of a message, with the
-# content in place of "{}".
+# chat message with `role` and `content`; `frame` is the text around the content for a policy without chat template
 Message = Mapping[str, str]
 
 

@@ -262,8 +262,7 @@ def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator
             yield refusal(f"environment.{key}", given, cure)
 
 
-# keys that a recorded run has for an objective. If all are present, keys without an effect are accepted, so that the
-# run can be replayed. A form also sends every key, so `check_new` repeats the important checks for new runs.
+# If a config has all these keys, as a recorded run has, a key without an effect is accepted.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 

@@ -45,11 +45,9 @@ class BatchRows:
     versions: np.ndarray  # int32, B: policy version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0; a group has the same prompt and the same role
     rewards: np.ndarray  # float32, R: reward of each row
-    # int64, R: episode number of each row, from 0; None if each row is an episode. Branches of an episode follow each
-    # other in time. Each role of an episode counts as a separate episode.
+    # int64, R: episode number of each row, from 0 (each role of an episode has its own); None if each row is an episode
     episodes: np.ndarray | None = None
-    # float32, B: reward of each token in addition to the row's reward; NaN for a token without reward; None if no token
-    # has a reward
+    # float32, B: reward of each token in addition to the row's reward, or NaN; None if no token has a reward
     token_rewards: np.ndarray | None = None
     # int64, U: indices in `tokens` at which the recorded turns begin; a row without recorded turns is a single turn
     turn_starts: np.ndarray | None = None

@@ -89,7 +89,7 @@ class PolicyRenderer:
         spoken = [self._drop_end(message) for message in (*earlier, *recent)]
         later = [*self._cut_messages(spoken, answers=True), *self._cut_messages(messages)]
         whole = template.render_messages([*prompt.messages, *later])
-        # A thought that the template has begun in the prompt cannot be changed.
+        # Nothing is rewritten if the template has begun a thought in the prompt, which cannot be changed.
         return self._encode(whole[len(before) :]) if whole.startswith(before) else None
 
     def _drop_end(self, message: Mapping[str, str]) -> Mapping[str, str]:

@@ -77,7 +77,7 @@ class RunPrompts:
         self._replaced: set[int] = set()  # question sources for which a warning about a replaced prompt was logged
         self._credit = [0.0] * len(configs)
         self._shares = sum(c.share for c in configs)
-        # a single thread, so that prompts are found in the order of the requests
+        # thread for slow sources; a single thread finds prompts in the order of the requests
         self._thread = ThreadPoolExecutor(1) if any(config.is_slow for config in configs) else None
 
     def prompt(self, index: int) -> Prompt:

@@ -102,7 +102,7 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
     )
     if due.first > version + limits.lead:  # generation is as far ahead as it may be
         extra = 0
-    # a group of responses that starts now would be too old for every batch that still needs groups
+    # If the next batch needs a newer policy version, a group of responses that starts now would be too old.
     if due.first > version + limits.async_ratio:
         fresh = min(fresh, 0)
     return AdmissionDecision(

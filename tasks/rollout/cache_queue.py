@@ -18,8 +18,7 @@ from itertools import count
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.slots import MEMORY, EngineSlots, SlotQueue, Ticket
 
-# An engine admits an episode only if its cache has room for this many more turns of each episode. With less room,
-# episodes would soon be evicted and admitted again.
+# number of further turns of each episode for which a cache must have room before another episode is admitted
 TURNS_AHEAD = 3
 
 

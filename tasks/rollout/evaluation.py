@@ -269,7 +269,7 @@ class Evaluator:
                 prompt=turn.prompt,
                 max_new_tokens=turn.max_new_tokens,
                 temperature=self.temperature,
-                # without the turn's number, all turns of an episode would use the same random numbers
+                # The seed contains the turn's number, because all turns would otherwise use the same random numbers.
                 seed=episode.seed + (turn.number << 40),
                 stop=turn.stop,
             )

@@ -268,7 +268,7 @@ class GroupRollout:
                 seed,
                 stop=turn.stop,
                 episode=turn.episode if self.ports.environment.has_turns else "",
-                # the prompt of a role may be shorter than the prompt of the group
+                # 0 if the prompt of a role is shorter than the prompt of the group
                 earlier=max(0, turn.prompt.length - self._given),
             )
             try:

@@ -366,7 +366,7 @@ class InferenceProxy:
     def _fail(self, lane: EngineSlots, error: EngineFailed) -> None:
         """Remove a failed engine and close the engine, because its process may still run."""
         if lane.failure is None:
-            # a copy without traceback, because a traceback would keep the engine object in memory
+            # The error is copied, because a traceback would keep the engine object in memory.
             lane.failure = EngineFailed(str(error))
             closing = asyncio.create_task(self._close(lane))
             self._closing.add(closing)

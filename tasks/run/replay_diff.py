@@ -25,10 +25,9 @@ from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
 from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
 
-# largest accepted L2 norm of the difference between replayed and published tensors, as a share of the norm of the train
-# step
+# largest accepted L2 norm of the difference between replayed and published tensors, relative to the train step
 SHARE = 0.1
-# the same share for weights in bfloat16 and float16, whose changes in one step are mostly rounding
+# SHARE for weights in bfloat16 and float16, whose changes in one step are mostly rounding
 SHORT = 0.5
 ALIKE = 2.0**-23  # relative rounding step of float32; a difference of this size is always accepted
 STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # data type -> relative rounding step

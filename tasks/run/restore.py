@@ -113,7 +113,7 @@ def start_of(context: RunContext, folder: Path | None = None, config: RunConfig 
         longest=config.engine.max_new_tokens,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
-        # called only after a policy version was published, when the folder is complete
+        # `first` is called only after a policy version was published, when the folder is complete.
         first=partial(getattr, context, "first_weights"),
     )
 

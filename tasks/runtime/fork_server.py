@@ -41,7 +41,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         raise RuntimeError("start the fork server once, before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
-    # without this, the garbage collector would write to memory that is shared with the fork, and so copy it
+    # Otherwise, the garbage collector would write to memory that is shared with the fork, and so copy it.
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]

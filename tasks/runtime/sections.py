@@ -15,7 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from rollflow.tasks.runtime.renamed_keys import Renames
 
 LARGEST = 2**63 - 1
-# about thirty years; Ray and threads cannot wait for centuries
+# largest number of seconds in a config, about thirty years, because Ray cannot wait for centuries
 LONGEST_SECONDS = 1e9
 # names of environment variables that probably hold a secret
 SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)

@@ -70,8 +70,7 @@ class BoxSandboxes:
         self._box: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._numbers = 0
-        # Sandboxes that are ready for `run`: a task is still creating its sandbox, and a sandbox without a task is
-        # being emptied.
+        # sandboxes that are ready for `run`, and tasks that create one
         self._spares: deque[NamespaceSandbox | asyncio.Task[NamespaceSandbox]] = deque()
         self._running = 0  # number of sandboxes in which `run` runs a program
 
@@ -174,7 +173,7 @@ class BoxSandboxes:
 
         most = min(limits.folder_bytes or self._config.folder_bytes, self._config.folder_bytes)
         is_isolated = Capability.ISOLATION in self.capabilities
-        # None, because the process that runs the sandbox's commands is not counted as a program
+        # The counter is None, because the process that runs the sandbox's commands does not count as a program.
         sandbox = await self._create_in_box(limits, None)
         return BoxWorkspace(sandbox, self._config.output_bytes, most, self._counter, is_isolated=is_isolated)
 

@@ -24,8 +24,7 @@ def change_user(one):
     os.setgid(one.pw_gid)
     os.setuid(one.pw_uid)
 """
-# Prepares the folders for programs of a user, and prints whether programs can run as this user. The program becomes the
-# user itself, because root may lack the right to become another user.
+# program that prepares the folders of a user, and prints whether programs can run as this user
 PREPARE = f"""{CHANGE_USER}
 user, work, given = sys.argv[1:]
 own, one = os.geteuid(), None
@@ -46,8 +45,7 @@ if found == "ready":
     os.chdir(folder)
 print(found)
 """
-# Becomes the user and then the command. Source code is passed on in memory, because the user cannot read its file;
-# `warnings` is imported for os.execvp while all modules are readable.
+# program that becomes the user and then the command; the user cannot read the file with the source code
 BECOME = f"""{CHANGE_USER}
 user, source, *command = sys.argv[1:]
 one = None if os.geteuid() or user == "0" else pwd.getpwnam(user)

@@ -271,7 +271,7 @@ class GuestConnection:
         self._waiting[number] = answer
         try:
             if not self._watching.done():
-                # shielded, because a cancelled caller must not leave an incomplete message
+                # The send is shielded, because a cancelled caller must not leave an incomplete message.
                 await asyncio.shield(self._send(pack({**request, "number": number}, body)))
                 ends: list[asyncio.Future[Any]] = [answer, self._watching]
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -299,7 +299,7 @@ class GuestConnection:
     async def _watch(self) -> None:
         """Wait for the end of the process in the sandbox, and raise the error that waiting requests get."""
         found = await self._running
-        # the process may have sent answers before it ended
+        # Answers that the process sent before its end are read first.
         await asyncio.wait([self._reading], timeout=STOP_SECONDS)
         if found.end is ProgramEnd.EXITED:
             said = found.stderr.decode(errors="replace").strip().rpartition("\n")[2]

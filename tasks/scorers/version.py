@@ -29,7 +29,7 @@ OPERATIONS = {
     *("batch_tokens", "cpus", "gpus", "max_batch"),
     *("budget_tokens", "cache_entries", "call_seconds", "token_env", "tokens_per_minute", "tries"),
 }
-# keys that the parts of a composite scorer cannot set, left out as in earlier releases
+# keys of the parts of a composite scorer that are no part of its version
 _OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"scorer": {"second_verdict_share", "unjudged"}}}}
 EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source files that every scorer uses
 # kind of scorer -> source files that only this kind uses

@@ -162,8 +162,7 @@ def is_bounded(config: RewardConfig) -> bool:
 
 def main() -> None:
     """Score the requests that arrive on the standard input, until the input ends."""
-    # Ctrl-C in a terminal ends the parent process, which ends its workers. The handler does nothing, because an ignored
-    # signal would be inherited by programs that this process starts.
+    # The parent process handles Ctrl-C; this handler does nothing, because programs would inherit an ignored signal.
     signal.signal(signal.SIGINT, lambda *_: None)
     figures_of_process().share(int(sys.argv[4]))
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])

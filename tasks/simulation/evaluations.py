@@ -44,7 +44,7 @@ class TimedEvaluations:
         rewards = TimedRewards(hardware.reward, config.seed, SimulationRecords())
         self._proxy, self._fetch_seconds = proxy, hardware.update.fetch_seconds
         self._spent = 0
-        # the borrowed engine, and the number of tokens that it had sampled before
+        # the borrowed engine, and the number of tokens that it had sampled before the loan
         self._lent: tuple[TimedEngine, int] | None = None
         self.done: list[Evaluation] = []
         means = EvaluationPorts(

@@ -68,7 +68,7 @@ class HelperOwner:
         second verdicts, by scorer.
         """
         self.context, self.anchors = context, anchors
-        # node -> number of actors and lost helpers
+        # node -> number of reward actors and lost helpers
         self.used = Counter[str]([str(ray.get_runtime_context().get_node_id())])
         self.reports = HelperReports(anchors, counts)
         bounds = context.config.cluster.reward_actors

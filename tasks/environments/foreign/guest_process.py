@@ -28,8 +28,7 @@ from rollflow.tasks.environments.guest.wire import LONGEST_PACKET, MARK, pack_pa
 
 END_SECONDS = 10.0  # largest number of seconds that the first worker process may take to end
 AGAIN_SECONDS = 0.01  # seconds between two tries to write to a full socket, or to kill processes
-# Without these variables, libraries of numpy would start threads at their import, and a process with threads cannot be
-# forked safely.
+# libraries of numpy would otherwise start threads, and a process with threads cannot be forked safely
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

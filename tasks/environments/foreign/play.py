@@ -67,7 +67,7 @@ class ForeignEpisodes(Environment):
             found = self._score_end(ended, progress)
         if found is None:
             return None
-        # scored after the process has ended, so that the next episode can start while a judge works
+        # The answer is scored after the process has ended, so that a slow judge does not delay the next episode.
         if isinstance(found, FinalAnswer):
             self.health.count_success()
             return await episode.judge(found.tokens)

@@ -94,7 +94,7 @@ class McpConnection:
             message = self._receive()
             if "method" in message:
                 self._answer(message)
-            # an answer without id means that the server could not read the request
+            # An answer without id means that the server could not read the request.
             elif message.get("id") in (self._number, None):
                 return self._read_result(message)
 

@@ -57,7 +57,7 @@ class ToolEpisodes(Environment):
         if answer is None or isinstance(answer, Score):
             return answer
         self.health.count_success()
-        # scored after the tools are closed, so that a judge delays no waiting episode
+        # The answer is scored after the tools are closed, so that a slow judge delays no waiting episode.
         return await episode.judge(answer)
 
     async def close(self) -> None:

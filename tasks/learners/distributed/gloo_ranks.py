@@ -48,7 +48,7 @@ class GlooRanks(Ranks):
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
         self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _group_options(host))
-        # second process group of the same ranks, for communication during a train step
+        # a second process group of the same ranks, for communication during a train step
         self.beside: GlooRanks | None = None
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds

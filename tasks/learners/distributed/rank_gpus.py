@@ -23,8 +23,7 @@ def check_gpus(ranks: int) -> None:
     Raises:
         ConfigError: this machine has GPUs, but fewer GPUs than there are ranks.
     """
-    # This variable makes torch look for GPUs without starting CUDA, because a process that has started CUDA cannot be
-    # forked.
+    # Torch must look for GPUs without starting CUDA, because a process that has started CUDA cannot be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = torch.cuda.device_count()
     if 0 < found < ranks:

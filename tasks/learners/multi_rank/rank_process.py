@@ -123,7 +123,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
         # The learner starts without weights, because the first rank sends weights and state.
         learner = learner_of(config).create(config, replace(start, blank=True))
         store.set(ready_key(rank), "")
-        # the first rank still reads its weights, and reports an error if this takes too long
+        # While this rank waits, the first rank reads its weights, and reports an error if this takes too long.
         while not store.check([MEET]):
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)

@@ -127,7 +127,7 @@ class TurnJournal:
         episode = (key.group, key.sample)
         turn = self._known.get(episode, {}).pop(key.turn, None)
         if turn is None:
-            # later stored turns may have older tokens than the turn that is generated again
+            # Later turns are not recalled, because they may have older tokens than the turn that is generated again.
             self._known.pop(episode, None)
             return None
         if turn.request != hash_request(request):

@@ -100,7 +100,7 @@ class RecordedEpisode(PlayedEpisode):
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
         super().save_snapshot(data)
-        # Events cannot record a missing score, so the episode is replayed from its turns instead.
+        # Events cannot record a missing score, so an unjudged episode stores no snapshot.
         if self.wanted is not None or self.unjudged is not None or not self.place.journal.accepts_size(len(data)):
             return
         place = self.place

@@ -64,7 +64,7 @@ def find_thread_id() -> ctypes.c_void_p:
     return address
 
 
-# computed in the first process of the container, because a cloned process cannot compute it
+# address of the main thread's id, found in the first process of the container
 THREAD_ID = find_thread_id()
 
 
@@ -135,7 +135,7 @@ class Holder:
             self._prepare_mounts(has_folder=order == Order.EMPTY.value)
             self._start_namespace()
         gates = _socket.socketpair()
-        # plain numbers, because the supervising process closes the descriptors
+        # Descriptors as plain numbers are not closed by Python, because the supervising process closes them.
         gate, other = gates[0].detach(), gates[1].detach()
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
         pid = libc.syscall(self._clone, SAME_PARENT | STORED_ID | signal.SIGCHLD, 0, 0, THREAD_ID, THREAD_ID)
@@ -200,8 +200,8 @@ class Holder:
             os.close(fd)
         try:
             limit_program(self._limits, request["timeout"])
-            # The supervising process may measure this process's memory from here on. A process of an earlier program
-            # could now change the memory, so all restrictions must already be in force.
+            # All restrictions are in force here, because other processes of the sandbox may change this process's
+            # memory from now on.
             check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
             os.chdir(os.path.join(FOLDER, request["cwd"]))
             if request["command"]:

@@ -19,8 +19,7 @@ from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
 SHORT_SECONDS = 0.004  # seconds in which most programs of a few lines end
-# numbers of measurements with too much memory after which processes are killed. A single measurement may be too high,
-# because the pages of an ending process are counted twice, or because a process hides its files while it starts.
+# numbers of measurements over the memory limit after which processes are killed; a single one may be too high
 CERTAIN_POLLS, HIDDEN_POLLS = 2, 10
 # memory, in KiB, that hidden files may seem to need beyond twice the memory limit
 MOST_HIDDEN = 2**19
@@ -63,8 +62,8 @@ class Watch:
         """Wait until the program ends by itself or is killed at a limit; `deadline` is a `time.monotonic` value."""
         now = time.monotonic()
         measure = now + POLL_SECONDS
-        # The output of a short program fits into its pipes, so this process wakes up only once if it waits before
-        # reading.
+        # Waiting before reading wakes this process only once, because the output of a short program fits into its
+        # pipes.
         self._handle_events(min(SHORT_SECONDS, max(0.0, deadline - now)))
         for fd in self._outputs:
             self._poll.register(fd, select.POLLIN)
@@ -88,8 +87,7 @@ class Watch:
     def _handle_events(self, seconds: float) -> None:
         for fd, _ in self._poll.poll(seconds * 1000):
             if fd == self._owner.fileno():
-                # The process that created the sandbox is gone, so the kernel kills all processes of the sandbox after
-                # this exit.
+                # The process that created the sandbox is gone, so this exit lets the kernel kill all its processes.
                 os._exit(0)
             elif fd == self._process:
                 self._reap()
@@ -250,7 +248,7 @@ def set_limits(limits: dict[str, Any]) -> None:
     for which, most in (
         # a coarse limit; `find_excess` enforces the exact memory limit
         (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),
-        # three more for the supervising processes; the kernel enforces this limit for every user except root
+        # three processes more than the limit, for the supervising processes
         (resource.RLIMIT_NPROC, limits["processes"] + 3),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_MEMLOCK, 2**20),

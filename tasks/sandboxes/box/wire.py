@@ -15,9 +15,7 @@ from typing import Any
 
 LENGTHS = struct.Struct("!II")  # length of the JSON header and length of the body, in bytes
 CHUNK = 65536
-# The holder's answer to an order: error number or 0, process id of the first process in the programs' namespace,
-# process id of the forked program, and four file descriptors: the socket to the program, its stdin, and the read ends
-# of its stdout and stderr. After an error number, the text of the error follows.
+# answer to an order: error number or 0, ids of the first process and the program, descriptors of channel and 3 pipes
 STARTED = struct.Struct("=7i")
 WARM = b"1"  # sent by a forked program that is ready for its request
 LONGEST_TEXT = 1024  # largest number of bytes of an error's text

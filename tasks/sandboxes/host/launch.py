@@ -14,8 +14,7 @@ READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 READABLE_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 FINISH_SECONDS = 5.0
-# Landlock does not control system calls that change permissions, owners, times or attributes of files, so the filter
-# rejects them. A program may still set the times of an open file.
+# system calls that change permissions, owners, times or attributes of files, which Landlock does not control
 METADATA: tuple[Rule, ...] = (
     *(((90, None), ()), ((91, 52), ()), ((268, 53), ())),  # chmod, fchmod, fchmodat
     *(((92, None), ()), ((93, 55), ()), ((94, None), ()), ((260, 54), ())),  # chown, fchown, lchown, fchownat
@@ -45,8 +44,7 @@ class Places(Protocol):
     settings: dict[str, Any]
 
 
-# A function that starts a command in a sandbox, with environment variables and with file descriptors for stdin, stdout
-# and stderr.
+# starts a command in a sandbox, with environment variables and with file descriptors for stdin, stdout and stderr
 Launch = Callable[[Places, Sequence[str], Mapping[str, str], tuple[int, int, int]], Launched]
 
 

@@ -31,8 +31,7 @@ MOST_BITS = 10_000  # largest number of bits of an integer in decimal digits, of
 LONGEST_TEXT = 500  # largest number of characters of an error's text
 PLAIN = (type(None), bool, int, str)
 ATTRIBUTE = "__getattr__"  # the method name that means reading an attribute
-# special methods that a `Remote` forwards, with the functions that call them; a missing method raises a TypeError, as
-# in Python
+# special methods that a `Remote` forwards, with the functions that call them
 FORWARDED: dict[str, Any] = {
     "__bool__": bool,
     "__call__": operator.call,

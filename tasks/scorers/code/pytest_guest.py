@@ -138,7 +138,7 @@ def run_pytest(tests: str, places: dict[str, str], token: str) -> NoReturn:
     channel = EndingChannel(open_channel(), results)
     pytest = import_pytest(places)
     read_module(channel, is_public)
-    # without this file, pytest would look for settings elsewhere
+    # A pytest.ini without keys keeps pytest from looking for settings elsewhere.
     for name, text in ((FILE, tests), ("pytest.ini", "[pytest]\n")):
         with open(name, "w", encoding="utf-8") as file:
             file.write(text)

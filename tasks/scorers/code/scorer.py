@@ -173,7 +173,7 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
     for attempt in range(TRIES):
         try:
             return await case.judge(sandboxes, program, seconds)
-        # an OSError comes from this process, for example because of too many open files
+        # An OSError comes from this process, for example because of too many open files.
         except (SandboxFailed, OSError) as error:
             if attempt < TRIES - 1:
                 continue

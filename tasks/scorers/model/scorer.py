@@ -90,7 +90,7 @@ class ModelScorer(Scorer):
         for request, future in zip(requests, futures, strict=True):
             try:
                 text = self._decode(list(Int32s.of(request.tokens)), self._config.special_tokens)
-            # raised if a user-defined environment passed an invalid request
+            # These errors are raised if a user-defined environment passed an invalid request.
             except (TypeError, ValueError, OverflowError) as error:
                 future.set_result(failure_score("request", error))
                 continue

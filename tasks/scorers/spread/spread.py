@@ -95,8 +95,7 @@ class SpreadScorer(Scorer):
         self.home = ScoringPlace(own.submit)
         self._helpers = list[ScoringPlace]()
         self._queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}  # sorted by arrival
-        # Only the run's own scorer (`home`) may score these responses; a separate queue keeps helpers from waiting for
-        # it.
+        # responses that only the run's own scorer may score, in a queue of their own, so that helpers do not wait
         self._home_queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}
         self._unscored = Counter[str]()  # responses of each scorer that have no score yet
         self._arrivals = itertools.count()
