@@ -1,7 +1,5 @@
 """Sets Prometheus gauges of a run's actors through Ray's metrics.
 
-Ray's agent on each node serves the gauges.
-
     rollflow_rollout_running{run="sorting-1"} 64
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 

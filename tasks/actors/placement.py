@@ -1,7 +1,7 @@
 """Places a run's actors on a Ray cluster: chooses their nodes, reserved resources and environment.
 
-- By default, an actor reserves its GPUs and almost no CPU. The small reservation keeps actors off hosts that joined the
-  cluster without CPUs, such as the supervisor's host.
+- By default, an actor reserves its GPUs and almost no CPU. Reserving a little CPU keeps actors off hosts that joined
+  the cluster without CPUs, such as the supervisor's host.
 - With `reserve_cpus`, an actor reserves all CPUs that its threads use.
 - An actor whose role has labels or a custom resource runs only on nodes that have them.
 - With "spread", engines are distributed over the nodes, so that the loss of a node costs few engines.

@@ -1,10 +1,10 @@
 """Finds stop strings: a response ends with the token that completes a stop string of its request.
 
-The stop string stays in the response. All inference engines use this module, so that they end a response at the same
-token.
+A stop string stays in the response that it ends. All inference engines use this module, so that they end a response at
+the same token.
 
-Only the newest tokens are decoded for a search: a stop string of n bytes has at most n tokens. `SPARE` more tokens are
-decoded, because some tokenizers drop a blank at the beginning of a text.
+Only the newest tokens are decoded for a search: a stop string of n bytes has at most n tokens. A search decodes `SPARE`
+more tokens, because some tokenizers drop a blank at the beginning of a text.
 """
 
 from __future__ import annotations

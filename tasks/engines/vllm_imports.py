@@ -1,6 +1,6 @@
 """Imports vLLM's core in the process from which vLLM's core processes are forked on a CPU.
 
-Modules that are missing here only slow the start.
+A module that is missing in this list only slows the start of an engine.
 """
 
 from __future__ import annotations

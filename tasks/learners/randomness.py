@@ -1,8 +1,8 @@
 """Sets random generators and torch's deterministic algorithms, so that a learner's results can be reproduced.
 
-On a single CPU thread, results of torch are always bit-identical. A GPU may add up numbers in a different order each
-time, unless `deterministic` is set. With `deterministic`, torch uses only algorithms that add in a fixed order, and
-raises an error if an operation has none.
+On a single CPU thread, results of torch are always bit-identical. Without the option `deterministic`, a GPU may add up
+numbers in a different order each time. With the option `deterministic`, torch uses only algorithms that add in a fixed
+order, and raises an error if an operation has none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes the updates that turn one policy version into the next. An update is an optimizer step of the policy on a
 minibatch, and a step of the critic if there is one.
 
-In shapes, R is the number of rows, B the number of tokens with loss mask 1 in the batch, M their number in a part of a
-micro-batch, N the number of tokens with a loss in a micro-batch, and H the hidden size.
+In shapes, R is the number of rows, B and M are the numbers of tokens with loss mask 1 in the batch and in a part of a
+micro-batch, N is the number of tokens with a loss in a micro-batch, and H the hidden size.
 """
 
 from __future__ import annotations

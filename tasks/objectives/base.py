@@ -10,8 +10,9 @@ a row (trajectory) do not depend on other rows of the batch. Equal inputs give b
 step can be replayed. A row with advantage zero is skipped, because it has no gradient, unless the objective sets
 `every_row`.
 
-An objective gets whole rows, unless it sets `by_token`. With `by_token`, a call may have only some tokens of a row, so
-that fewer logits are in memory. `by_token` is not inherited, so a class that changes the loss must set it again.
+An objective gets whole rows, unless it sets `by_token`. With `by_token`, a call may get only some tokens of a row, so
+that fewer logits are in memory. The attribute `by_token` is not inherited, so a class that changes the loss must set it
+again.
 
 `tests/contracts/test_objectives.py` tests each sentence of this docstring for all objectives.
 """

@@ -2,8 +2,8 @@
 critic.
 
 Shapes: R is the number of trajectories, and B the number of tokens that the policy sampled, one trajectory after the
-other. Only sampled tokens count as time steps; tokens of the environment are left out. The value after the last token
-of a trajectory is zero.
+other. Only sampled tokens count as time steps; tokens of the environment are left out. The critic's value after the
+last token of a trajectory is taken as zero.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Presets: named objectives from papers and from other training systems, each defined by its parts.
 
-A part that a preset does not name has its default. docs/objectives.md has the formulas of the presets, and
-`tests/contracts/test_objectives.py` checks each preset against its formula.
+A part of the objective that a preset does not name has its default.
 """
 
 from __future__ import annotations

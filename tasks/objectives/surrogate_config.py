@@ -1,8 +1,8 @@
 """Defines the config sections `ratio` and `surrogate` of `[train.objective]`, which determine the loss of each
 token.
 
-The formulas are in `ratios.py` and `surrogates.py`. In this module, A is the advantage, pi the trained policy, and mu
-the policy that the key `ratio.to` names.
+The formulas of ratios and surrogate losses are in `ratios.py` and `surrogates.py`. In this module, A is the advantage,
+pi the trained policy, and mu the policy that the key `ratio.to` names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adds the gradient of a model's input embedding in place, and only to the rows of tokens in the batch.
 
-For each micro-batch, autograd would allocate a gradient for the whole vocabulary, and hold two gradients in memory. The
-gradients equal autograd's bit for bit, unless the embedding shares its weight with the last layer.
+Autograd would store two gradients for the whole vocabulary in each micro-batch. The gradients of this module equal
+autograd's bit for bit, unless the embedding shares its weight with the last layer.
 
 Shapes: T is the number of tokens, U the number of distinct tokens, H the number of hidden features, and V the size of
 the vocabulary.

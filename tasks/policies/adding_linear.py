@@ -1,7 +1,7 @@
 """Computes the gradient of a model's last layer in pieces, and adds each piece in place.
 
-Autograd would hold two whole gradients in memory, each of which can be larger than the logits of many tokens. The
-gradients equal autograd's bit for bit, because each element sums the same terms in the same order.
+Autograd would store two whole gradients, each of which can be larger than the logits of many tokens. The gradients of
+this module equal autograd's bit for bit, because each element sums the same terms in the same order.
 
 Shapes: M is the number of token positions, H the number of hidden features, and V the size of the vocabulary.
 """

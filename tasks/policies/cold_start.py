@@ -1,11 +1,12 @@
 """Cold start: trains a small new policy on demonstrations until it answers some, but not all, questions correctly.
 
-The loss covers only the tokens that the policy itself should write. The accuracy is measured on held-out questions, as
-in the run's evaluations. Training ends when a measured accuracy reaches the target. A bisection between the weights at
-the last two measurements then finds weights with about the target accuracy.
+The loss includes only the tokens that the policy itself should write. The accuracy of the policy is measured on
+held-out questions, as in the run's evaluations. The supervised training ends when a measured accuracy reaches the
+target. After the training, a bisection between the weights at the last two measurements finds weights with about the
+target accuracy.
 
-With several domains (kinds of task), the target is for the mean accuracy of the domains. Domains that are further below
-the target get more demonstrations.
+With several domains (kinds of task), the target is for the mean accuracy of the domains. Domains whose accuracy is
+further below the target get more demonstrations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads tables of Arrow: a Parquet file, a folder of the library `datasets`, or a data set of the Hugging Face hub.
 
-Pyarrow reads files and folders; the hub needs the library `datasets`.
+Pyarrow reads files and folders; data sets of the hub need the library `datasets`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The held-out questions of a run, which evaluations use and training never does.
 
-A question that one source holds out is neither trained on nor demonstrated by any source. Questions are the same if
-their keys or their normalised texts are equal.
+A question that one source holds out is neither trained on nor demonstrated by any source. Two questions are the same
+question if their keys or their normalised texts are equal.
 """
 
 from __future__ import annotations

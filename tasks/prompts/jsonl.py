@@ -1,7 +1,7 @@
 """A question source that reads user-defined prompts from a file with one JSON object per line, with the keys `question`
 and `answer`.
 
-The reference for the verifier is the whole JSON object.
+The whole JSON object of a line is the reference for the verifier.
 
 A prompt file is encoded in UTF-8, with or without a byte order mark; blank lines are ignored.
 """

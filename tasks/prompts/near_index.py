@@ -1,9 +1,9 @@
 """Finds training questions that are near duplicates of held-out questions.
 
-Two questions with different keys may differ in one word, so that one reveals the answer of the other. The overlap is
-the share of the held-out question's `N`-word sequences (n-grams) that also occur in the training question. Questions
-with an overlap of `NEAR` or more are near duplicates. N-grams in more than a tenth of the held-out questions are
-ignored, because many questions share this wording.
+Two questions with different keys may differ in one word, so that one reveals the answer of the other. The overlap of
+two questions is the share of the held-out question's `N`-word sequences (n-grams) that also occur in the training
+question. Two questions with an overlap of `NEAR` or more are near duplicates. N-grams in more than a tenth of the
+held-out questions are ignored, because many questions share this wording.
 """
 
 from __future__ import annotations

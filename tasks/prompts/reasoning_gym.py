@@ -1,7 +1,7 @@
 """A question source that generates questions with one task family of the library reasoning-gym.
 
 The training, demonstration and evaluation streams have seeds that are far apart, so they never overlap. Each position
-of a stream has `STRIDE` items, and the first one that is not held out is used.
+of a stream has `STRIDE` items of reasoning-gym, and the first one that is not held out is used.
 
 The key of an item consists of its answer and the sorted words of its expression, or of its question if it has no
 expression.

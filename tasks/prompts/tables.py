@@ -1,8 +1,8 @@
 """Converts a table of prompts (JSON lines, CSV, Parquet or a saved data set) to JSON lines.
 
 A run stores the JSON lines and reads prompts only from them, so a prompt never depends on the version of a library.
-Line n is row n of the table or, for a CSV file, the row that begins in line n of the file. Columns are renamed as
-`prompts.columns` says.
+Line n of the JSON lines is row n of the table or, for a CSV file, the row that begins in line n of the file. The
+columns of a table are renamed as `prompts.columns` says.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ policy version.
 
 With tail batching (RollPacker, section 4), prompts that were often preempted wait in a queue, the *tail*, until they
 fill a batch. A *short* round has no prompts from the tail; a *long* round has only prompts from the tail, and its batch
-waits for all their responses. The last round of a run is long, so that slow prompts are trained, too.
+waits for all their responses. The last round of a run is a long round, so that slow prompts are trained, too.
 
 A source that skips solved questions issues a new prompt only after the epoch of the prompt has started.
 """

@@ -1,6 +1,6 @@
 """Tries several times to have a response scored whose judge cannot be reached.
 
-While a scorer's judge is unavailable, `Outages` delays new attempts, so that a run survives a long outage.
+While the judge of a scorer is unavailable, `Outages` delays new attempts, so that a run survives a long outage.
 """
 
 from __future__ import annotations

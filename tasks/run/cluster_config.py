@@ -1,7 +1,7 @@
 """Defines the `[cluster]` section of a run's config: the Ray cluster, and the nodes and environment of its Ray
 actors.
 
-The config of a run is stored, so the section must not contain secrets, and secrets are rejected.
+Secrets are rejected in the section `[cluster]`, because the config of a run is stored.
 """
 
 from __future__ import annotations

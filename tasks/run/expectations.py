@@ -1,7 +1,7 @@
 """Builds the values that an audit expects of a stored run, from the run's config and prompts.
 
 If prompts cannot be opened any more, for example because a file is missing, `Expected.unchecked` contains the reason.
-Prompts that cannot be opened are not reported as a violation.
+An audit does not report prompts that cannot be opened as a violation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Contains modules that every other folder of `tasks` may import, such as the clock, config sections and imports.
 
-No module here imports another folder of `tasks`.
+No module of this package imports another folder of `tasks`.
 """

@@ -1,7 +1,7 @@
 """Collects the warnings of a Ray actor's process, from Python's `logging` and `warnings`, for the actor's status.
 
-Of warnings that differ only in numbers, only the first within `AGAIN_SECONDS` is stored. At most `KEPT` warnings of a
-process are stored within `AGAIN_SECONDS`. A child process sends its warnings to the actor that started it.
+If several warnings within `AGAIN_SECONDS` differ only in numbers, only the first one is stored. At most `KEPT` warnings
+of a process are stored within `AGAIN_SECONDS`. A child process sends its warnings to the actor that started it.
 
     child process of an actor --one datagram per text--> the actor's process
 

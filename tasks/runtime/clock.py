@@ -1,8 +1,8 @@
 """Runs asyncio code on a virtual clock, as fast as the processor allows.
 
 `run_virtual(coroutine)` uses an event loop whose time jumps to the next timer whenever no task is ready. Code that
-waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. The coroutine must not use
-threads or sockets.
+waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. The coroutine that
+`run_virtual` runs must not use threads or sockets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Combines concurrent requests: all requests in one iteration of the event loop share one call.
 
 A call to a Ray actor costs about a millisecond, often more than the requested work. `Coalescer` turns concurrent calls
-of `ask` into one call with a list of questions. Each answer is delivered as soon as it arrives.
+of `ask` into one call with a list of questions. Each answer is delivered as soon as it arrives, without waiting for the
+other answers of the call.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The fork server ends with the process that started it, even if that process is killed. If the fork server dies,
 `multiprocessing` starts a new interpreter that imports the modules in `otherwise`.
 
-The fork server must be started before the process starts threads. A copy of a process with threads could wait forever
-for a lock that a thread holds.
+The fork server must be started before the process starts threads. If a process with threads is copied, the copy may
+wait forever for a lock that a thread has acquired.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tunes Python's garbage collector for Ray actors that handle every response.
 
-With Python's default settings, the garbage collector takes a third of the rollout scheduler's time. Almost all of its
-time is spent on imported modules and running requests, where there is no garbage.
+With Python's default settings, the garbage collector takes a third of the rollout scheduler's time. The garbage
+collector spends almost all of its time on imported modules and running requests, where it finds no garbage.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Memory, processes and folder of a sandbox are measured ten to thirty times a second, so a program may exceed a limit for
 a short time.
 
-A confined program can use no network, read no content of a host file and signal no other process. A confined program
-can still find out whether a file of the host exists, and how large it is.
+A program confined by sandlock can use no network, read no content of a host file and signal no other process. A program
+confined by sandlock can still find out whether a file of the host exists, and how large it is.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Runs programs as other users of a sandbox on a ROCK server, whose programs start as root.
 
-A short Python program starts as root, and becomes first the user and then the requested program. The change cannot be
-undone: the new process has no capabilities and only the groups of the user.
+A short Python program starts as root, and becomes first the user and then the requested program. The change of the user
+cannot be undone: the new process has no capabilities and only the groups of the user.
 
-Each user has a folder in the sandbox's folder, which only the user and root can enter. Thus no user can put a module or
-a link where a program of another user looks for it. Stdin and source code of the next program are in a folder that only
-root can enter.
+Each user has a folder in the sandbox's folder, which only the user and root can enter. Separate folders keep a user
+from putting a module or a link where a program of another user looks for it. Stdin and source code of the next program
+are in a folder that only root can enter.
 """
 
 from __future__ import annotations

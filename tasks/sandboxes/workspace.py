@@ -1,8 +1,9 @@
 """A workspace (a sandbox with sessions for an agent's tools) on this machine: sends requests to the guest, a process in
 the sandbox.
 
-The guest process starts with the first request. The guest is killed if the sandbox exceeds a limit, or by a command.
-Running requests then get a result that says so, the next request starts a new guest, and the files are kept.
+The guest process starts with the first request. The guest is killed if the processes of the sandbox exceed a limit; a
+command can kill the guest, too. If the guest is killed, running requests get a result that says so, and the next
+request starts a new guest.
 """
 
 from __future__ import annotations

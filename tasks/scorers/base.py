@@ -5,10 +5,10 @@ A score has a value, which becomes the reward, and a reason.
 Every response gets a score. If scoring failed, the outcome says whether the deadline passed, the worker process died,
 or the scorer raised an error.
 
-A slow response delays no other response for long.
+A response that is slow to score delays no other response for long.
 
 A score must depend only on the response and its reference, because a response is scored again if its worker process
-dies. Adaptive deadlines of test cases are the only exception: they also depend on the times of earlier programs.
+dies. With adaptive deadlines of test cases, a score also depends on the times of earlier programs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Imports a user-defined verifier, a function in one of the forms that the module `verifier` lists.
 
-The attribute `close` of the function, if any, is called to end what the verifier keeps between calls.
+If the function has an attribute `close`, this is called to end what the verifier keeps between calls.
 """
 
 from __future__ import annotations

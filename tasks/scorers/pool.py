@@ -1,7 +1,7 @@
 """A pool of worker processes for verifiers that score one response per call.
 
-A worker process that misses a deadline is killed and replaced, and the response scores 0 as "timeout". After a worker
-process has died, its response is tried once more.
+A worker process that misses a deadline is killed and replaced, and the response scores 0 as "timeout". If a worker
+process dies, the response that it was scoring is tried once more.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |

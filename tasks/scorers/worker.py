@@ -1,6 +1,6 @@
 """The program of a scorer's worker process, which reads requests and writes scores as JSON lines.
 
-The first line says that the process is ready, with the scorer's version, or why it cannot start.
+The first output line says that the worker process is ready, with the scorer's version, or why it cannot start.
 
 If the verifier scores one response per call, each input line is a request, and each output line its score, in the same
 order.
@@ -9,9 +9,9 @@ If the verifier scores several responses, each input line is a list of numbered 
 order with these numbers.
 
 The process is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR FIGURES`, where `REWARD`
-is the `[reward]` section as JSON. Warnings go to the socket `EAR`, and counts of sandboxes to the open file `FIGURES`;
-both are file descriptors. The process ends with its input, so it cannot outlive its parent process. An error in a
-verifier becomes a score of 0.
+is the `[reward]` section as JSON. The worker process sends warnings to the socket `EAR` and counts of sandboxes to the
+file `FIGURES`, both given as file descriptors. The worker process ends with its input, so it cannot outlive its parent
+process. An error in a verifier becomes a score of 0.
 """
 
 from __future__ import annotations

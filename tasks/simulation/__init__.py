@@ -1,6 +1,6 @@
 """Simulates a run: the production scheduler, buffer, weight sync, proxy and channel run on a virtual clock.
 
-Only the parts that take time are replaced by models, such as engines, rewards and the learner, so results hold for the
+Only the parts that take time, such as engines, rewards and the learner, are replaced by models, so results hold for the
 production scheduler.
 
     hardware.py  how long machines take, and how long responses are (one TOML file)

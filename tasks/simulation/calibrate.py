@@ -1,9 +1,10 @@
 """Calibrates the speed of simulated engines, so that a simulation of a recorded run matches the record.
 
-The record of a run with a constant number of requests does not show how the time of a token depends on this number. A
-simulation of the same recipe is therefore compared with the recorded times of short and long responses, and of the
+The record of a run does not show how the time of a token depends on the number of requests, if this number is constant.
+A simulation of the same recipe is therefore compared with the recorded times of short and long responses, and of the
 whole rollout. For some values of the slowdown c, the seconds per token and the prefill seconds are fitted, so that
-generation time by length is as in the record. The value of c with the closest times is chosen.
+generation time by length is as in the record. The value of the slowdown c whose simulated times are closest to the
+recorded times is chosen.
 """
 
 from __future__ import annotations

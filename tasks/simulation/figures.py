@@ -1,9 +1,9 @@
 """Computes the results of a simulation, such as times, shares and token counts, from the simulation's records.
 
-Times, shares and staleness are measured after a warm-up of `Figures.warm_up` policy versions; counts, tokens and
-lengths over the whole simulation. Lengths of trained responses are compared with the *population*: the responses to the
-first prompts in order. The population has as many responses as were trained on, without those to filtered prompts, and
-does not depend on the schedule.
+Times, shares and staleness exclude a warm-up of `Figures.warm_up` policy versions; counts, tokens and lengths include
+it. Lengths of trained responses are compared with the *population*: the responses to the first prompts in order. The
+population has as many responses as were trained on, without those to filtered prompts, and does not depend on the
+schedule.
 """
 
 from __future__ import annotations

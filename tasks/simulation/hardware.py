@@ -1,6 +1,6 @@
 """The hardware file: a TOML file with the assumptions of a simulation about machines and workload.
 
-Seconds apply to one engine, one worker or one GPU; lengths are numbers of response tokens.
+All seconds apply to one engine, one worker or one GPU; all lengths are numbers of response tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The parts of a run that a simulation replaces by models: prompts, verifiers, the learner and faults. The models take
-time, but make no scheduling decision.
+"""The parts of a run that a simulation replaces by models: prompts, verifiers, the learner and faults. The simulated
+parts take time, but make no scheduling decision.
 """
 
 from __future__ import annotations

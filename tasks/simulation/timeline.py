@@ -1,7 +1,7 @@
 """The timeline of a simulation: how busy engines and verifiers are over time, and when train steps and updates run.
 
-A timeline has at most `BINS` time bins, so that it needs little memory. In a longer simulation, neighbouring bins are
-merged.
+A timeline has at most `BINS` time bins, so that it needs little memory. If a simulation outgrows the time bins, pairs
+of neighbouring bins are merged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines the Ray actor of a helper, which scores responses for the reward actor.
 
-Ray ends the helper when the reward actor ends or dies. A helper runs only scorers that use worker processes, with as
-many processes as the reward actor.
+Ray ends a helper when the reward actor ends or dies. A helper runs only scorers that use worker processes, with as many
+processes as the reward actor.
 """
 
 from __future__ import annotations

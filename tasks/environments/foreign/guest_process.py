@@ -1,8 +1,8 @@
 """Starts the worker processes of one environment, and controls them from an event loop.
 
-The first worker process (see `guest.keeper`) starts and ends the others. If the first process dies, the kernel kills
-the others. `Guest` also kills processes that are found by a mark in their environment variables, which child processes
-inherit.
+The first worker process (see `guest.keeper`) starts and ends the other worker processes. If the first worker process
+dies, the kernel kills the other ones. `Guest` also kills processes that are found by a mark in their environment
+variables, which child processes inherit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Limits the episodes that one environment runs at the same time; further episodes wait in order of arrival.
 
-The next episode starts after the process of an earlier episode has ended. If the end of a process takes longer than
+A waiting episode starts as soon as the process of another episode has ended. If the end of a process takes longer than
 `STUCK_SECONDS`, all worker processes are killed and started again.
 """
 

@@ -1,8 +1,8 @@
 """Starts the worker processes of an environment as a script: `python boot.py FD`, with the file descriptor of the
 control socket.
 
-The interpreter may have no rollflow installed, so modules are imported without rollflow's other packages. Empty modules
-replace these packages during the import, and are removed afterwards.
+The interpreter may have no rollflow installed, so modules are imported without rollflow's other packages. During the
+import, empty modules stand for rollflow's other packages.
 """
 
 from __future__ import annotations

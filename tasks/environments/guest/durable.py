@@ -4,8 +4,8 @@ A class may define:
 
 - `snapshot(self) -> bytes`, which returns the state of an episode after a turn. `restore(self, data)` is called after a
   reset, and restores this state.
-- `begin_action(self, action_key)`, which is called before each action. The method returns the result of the action if
-  it was done before, or None.
+- `begin_action(self, action_key)`, which is called before each action. `begin_action` returns the result of the action
+  if the action was done before, or None.
 - `can_replay = False`, which means that actions must not be done a second time.
 """
 

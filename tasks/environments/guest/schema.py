@@ -1,8 +1,8 @@
 """Builds the JSON schema of a tool from a function's annotations and docstring, in the format that chat templates
 use.
 
-The docstring must follow Google's style: a summary, then a section `Args:` with one entry per argument. An entry may
-end with the allowed values, such as `(choices: ["a", "b"])`.
+The docstring must follow Google's style: a summary, then a section `Args:` with one entry per argument. The entry of an
+argument may end with its allowed values, such as `(choices: ["a", "b"])`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapts a class that follows the contract of TRL's `environment_factory`.
 
-An object of the class serves one episode. `reset(**row)` returns None or a text for the policy. Every other public
-method is a tool, except `get_reward()`, which returns the reward of the episode. Methods may be asynchronous.
+Each object of the user's class serves one episode. `reset(**row)` returns None or a text for the policy. Every other
+public method is a tool, except `get_reward()`, which returns the reward of the episode. Methods may be asynchronous.
 """
 
 from __future__ import annotations

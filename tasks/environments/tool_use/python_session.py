@@ -1,7 +1,7 @@
 """The tool `python`: each episode has its own Python session in its own sandbox, created at the first call.
 
-If the policy's code ends the session or the sandbox, the result says so, and the next call gets a new session. If a
-sandbox fails for another reason, the episode is unjudged.
+If the policy's code ends the session or the sandbox, the result of the call says so, and the next call gets a new
+session. If a sandbox fails for another reason, the episode is unjudged.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The loss of a minibatch is the loss of the policy's tokens + weight x L, where L
 environment's tokens. With `sequence-mean`, L is the mean over trajectories of their means, as in ECHO (Shrivastava et
 al. 2026, Terminal agents learn world models for free), which uses the weight 0.05.
 
-A token counts if the policy did not sample it and it follows the first sampled token, so the prompt does not count.
-Trajectories with advantage zero also contribute.
+A token counts if it follows the first sampled token of its trajectory and was not sampled by the policy. Trajectories
+with advantage zero also contribute to the observation loss.
 
 In shapes, R is the number of rows, and O the number of environment tokens in a part of a micro-batch.
 """

@@ -1,5 +1,5 @@
-"""The trained parameters of the policy or the critic, with the AdamW optimizer that trains them. Parameters and AdamW's
-state are saved and loaded as named tensors, such as "exp_avg/<parameter>".
+"""The trained parameters of the policy or the critic, with the AdamW optimizer that trains them. Trained parameters and
+AdamW's state are saved and loaded as named tensors, such as "exp_avg/<parameter>".
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
 """

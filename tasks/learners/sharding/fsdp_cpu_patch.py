@@ -2,8 +2,8 @@
 
 FSDP2 gathers a group of parameters into a buffer and then copies each parameter out of the buffer.
 
-If a group has only one parameter, such as the embeddings, the patch uses the parameter itself as the buffer. In
-bfloat16, embeddings of 100,000 tokens with 2,048 numbers each take 0.4 GB.
+If a group has only one parameter, such as the embeddings, the patch gathers directly into the parameter. In bfloat16,
+embeddings of 100,000 tokens with 2,048 numbers each take 0.4 GB.
 
 The patch gathers embeddings by gloo's broadcast, because gloo's all-gather would allocate another buffer.
 

@@ -1,8 +1,8 @@
 """Keeps text in messages of tools and environments from becoming control tokens.
 
 A chat template separates messages by control tokens, such as <|im_end|>, and a tokenizer turns their text into these
-tokens. The output of a tool could therefore end its own message, and continue as the user. `ControlTokens.cut` puts
-marks into such text, and the pieces between the marks are tokenized separately:
+tokens. Without a protection, the output of a tool could end its own message, and continue as the user.
+`ControlTokens.cut` puts marks into such text, and the pieces between the marks are tokenized separately:
 
     output of a tool --> cut --> chat template --> split at the marks --> tokens
 

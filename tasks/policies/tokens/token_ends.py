@@ -1,7 +1,7 @@
 """Computes where each token of a response ends in the decoded text, in linear time.
 
-Tokens may contain parts of characters, or bytes that are not valid UTF-8, so several methods are tried. A method is
-used only if it reproduces the decoded response.
+Tokens may contain parts of characters, or bytes that are not valid UTF-8, so several methods are tried. A method of
+decoding is used only if it reproduces the decoded response.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A prompt source of deals of Kuhn poker.
 
 Six consecutive positions have the six deals, in an order that follows from the run's seed. The text of a prompt is only
-the number of the hand, because no player may read the deal, which is in the reference. Held-out hands have the same six
-deals, so an evaluation measures how well the policy plays.
+the number of the hand, because no player may read the deal. Held-out hands have the same six deals as training hands,
+so an evaluation measures how well the policy plays.
 
 A demonstration is one player's part of a hand in which both players act at random.
 """

@@ -4,8 +4,8 @@ The process that created the sandbox (see `workspace`) sends requests through th
 thread serves all requests: each request is a generator that yields the file descriptors and the deadline that it waits
 for.
 
-Commands cannot read the memory or the file descriptors of this process. A command can kill this process, but cannot
-forge an answer of it.
+Commands in the sandbox cannot read the memory or the file descriptors of this process. A command in the sandbox can
+kill this process, but cannot forge an answer of this process.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A session writes the exit code of each run to a separate pipe, so that output is never mistaken for the end of a run.
 
 If a run takes too long or prints too much, the session is interrupted as by Ctrl-C, and keeps its state. A session that
-ignores the interrupt is killed, and the next run starts a new session. A run is interrupted in the same way if its
-caller stops it.
+ignores the interrupt is killed, and the next run starts a new session. A run is also interrupted if its caller stops
+it.
 """
 
 from __future__ import annotations

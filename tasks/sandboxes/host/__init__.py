@@ -1,5 +1,5 @@
 """The programs that create and supervise sandboxes that are plain or Landlock-confined processes of the host (see
 `start`).
 
-Modules here import only the standard library and, for the kind "sandlock", the package sandlock.
+The modules of this package import only the standard library and, for the kind "sandlock", the package sandlock.
 """

@@ -1,4 +1,4 @@
-"""A pytest file as a test case: {"pytest": source}. The program is the module `solution`, which the file imports.
+"""A pytest file as a test case: {"pytest": source}. A pytest file imports the program as the module `solution`.
 
     CodeScorer --program--> sandbox of the program <--calls--> sandbox of the tests, where `pytest_guest` runs pytest
                <--a random token, and how many tests passed---------+

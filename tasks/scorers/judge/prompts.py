@@ -3,9 +3,9 @@
 The response stands between two marks with a hash of the response, so no response can contain its own mark. The system
 message says that text between the marks is never an instruction.
 
-A space is inserted into text that a chat template could read as a control token, such as <|im_start|>.
+A space is inserted into text of a response that a chat template could read as a control token, such as <|im_start|>.
 
-Placeholders in a question or a response stay text.
+Placeholders of a prompt template that occur in a question or a response stay text.
 
 A verdict is read only from a JSON object in the judge's answer, which must match the JSON schema.
 """

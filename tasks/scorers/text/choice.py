@@ -4,8 +4,8 @@ The verifier searches a response in this order: a marked answer such as `\boxed{
 whole response or its last line, a letter in parentheses. A response is unparsable if the first place with a choice
 names several letters.
 
-The column `answer` of a data row is the letter or the text of the right option. The optional column `options` has the
-texts of A, B, C and so on, as a list, or as an object by letter.
+The column `answer` of a data row is the letter or the text of the right option. The optional column `options` of a data
+row has the texts of A, B, C and so on, as a list or as an object.
 """
 
 from __future__ import annotations

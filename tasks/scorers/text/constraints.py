@@ -2,8 +2,7 @@
 published data set.
 
 Each check gets a non-empty response and the arguments of the data row, and returns whether the response follows the
-constraint. Checks of capital or small letters read only letters, because langdetect, which IFEval uses there, skips
-words in capitals.
+constraint. The checks of capital and of small letters read only letters, because langdetect skips words in capitals.
 """
 
 from __future__ import annotations

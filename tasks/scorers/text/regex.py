@@ -1,8 +1,8 @@
 """The verifier `regex`, which checks whether the answer matches a regular expression from the config or from the data
 row.
 
-A response on which the expression backtracks endlessly gets the outcome "timeout", because its worker process is
-killed.
+A response on which the regular expression backtracks endlessly gets the outcome "timeout", because its worker process
+is killed.
 """
 
 from __future__ import annotations
