@@ -1,10 +1,8 @@
-"""Converts groups of trajectories to the raw bytes of Arrow columns, so that a batch is built by joining bytes.
+"""Packs groups of trajectories as the raw bytes of Arrow columns. A group is packed as soon as it is complete, so that
+the commit of a batch only joins bytes.
 
-A group of trajectories is packed as soon as the group is complete, while other groups are still generated. The commit
-of a batch only has to join the packed bytes of its groups. Each field of the Arrow schema is packed into one or two
-byte strings, called the parts of the column. A field of numbers is packed into one byte string, which contains the
-values of all rows. A text or list field is packed into two byte strings: the length of each row (int32), and the
-concatenated contents of all rows, with one byte per boolean.
+A column of numbers is packed as one byte string. A column of texts or lists is packed as two byte strings: the row
+lengths (int32) and the concatenated contents.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ WHOLE: dict[pa.DataType, type[TokenArray[Any]]] = {
     pa.int32(): Int32s,
     pa.int64(): Int64s,
 }  # if there are few rows, token arrays pack these data types faster than NumPy
-LONG = 1 << 20  # a column of at least this size in bytes is joined in Arrow's memory pool
+LONG = 1 << 20  # columns of at least this many bytes are joined in Arrow's memory pool, because fresh memory is slower
 MOST = np.iinfo(LENGTH).max  # largest number of values in a column, because Arrow's offsets have 32 bits
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:
-    """Convert groups of trajectories to byte strings; return the byte strings of all columns, in the schema's order."""
+    """Pack groups of trajectories as byte strings, in the order of the schema's columns."""
     rows = [trajectory for group in groups for trajectory in group.trajectories]
     same: dict[str, list[Any]] = {
         "index": [g.key.prompt for g in groups for _ in g.trajectories],
@@ -51,8 +49,7 @@ def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[byte
 
 
 def _parts(kind: pa.DataType, rows: list[Any]) -> list[bytes]:
-    """Return the byte strings into which the values of one column are packed. If the rows of a column are token arrays,
-    their bytes are joined without conversion."""
+    """Return the byte strings into which the values of one column are packed."""
     if kind in WHOLE:
         return [WHOLE[kind].of(rows).data]
     if kind in NUMBERS:
@@ -69,7 +66,7 @@ def _lengths(rows: Sequence[Any]) -> bytes:
 
 
 def count_rows(parts: tuple[bytes, ...]) -> int:
-    """Return the number of rows in a result of `parts_of`, whose first byte string has 8 bytes per row."""
+    """Return the number of rows in a result of `parts_of`."""
     return len(parts[0]) // 8
 
 
@@ -84,9 +81,7 @@ def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Tabl
 
 
 def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
-    """Concatenate parts. Long byte strings are joined in Arrow's memory pool, because allocating fresh memory pages
-    takes longer than copying.
-    """
+    """Concatenate parts."""
     size = sum(map(len, parts))
     if size < LONG:
         return b"".join(parts)
@@ -131,7 +126,7 @@ def build_offsets(lengths: np.ndarray) -> pa.Buffer:
 def view_numbers(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """Return a numpy array with the numbers of an Arrow column without nulls, and booleans as 0 and 1.
 
-    Arrow's own method `to_numpy` would import pandas, which takes a process half a second of CPU time and 50 MB.
+    Arrow's `to_numpy` imports pandas, which costs half a second of CPU time and 50 MB.
     """
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()

@@ -1,12 +1,7 @@
 """A batch is an immutable Arrow table of trajectory groups, which is stored as one file and trained on in one step.
 
-One row is one trajectory. The rows of a trajectory group are adjacent in the batch, and groups keep their order.
-Batches are written in Arrow's file format, because a truncated file always fails to open, while a truncated file in
-Arrow's stream format may open. Opening a batch copies nothing: the columns are views of the buffer from which the batch
-was opened.
-
-A batch has every column of `SCHEMA`, and each optional column (see `optional_columns`) that has a value in at least one
-row.
+Each row is one trajectory, and the rows of a group are adjacent. Opening a batch copies nothing: the columns are views
+of the file's buffer. Unlike Arrow's stream format, Arrow's file format detects every truncated file.
 """
 
 from __future__ import annotations
@@ -115,16 +110,16 @@ class TrajectoryBatch:
 
     @property
     def left_out(self) -> NDArray[np.bool_]:
-        """A mask over the rows of the batch, which is true for the rows of a response that nobody could judge and that
-        the learner leaves out."""
+        """A mask over the rows of the batch: true if the learner leaves out the row's response, because nobody could
+        judge it.
+        """
         column = self.optional("left_out")
         found = [False] * len(self) if column is None else [bool(value) for value in column.to_pylist()]
         return np.array(found, bool)
 
     @property
     def judged(self) -> TrajectoryBatch:
-        """The part of the batch that the learner trains on: the batch without the responses that nobody could judge and
-        that are left out. If no response is left out, `judged` is the batch itself."""
+        """The rows that the learner trains on: the batch without left-out responses."""
         left_out_R = self.left_out
         if not left_out_R.any():
             return self
@@ -167,9 +162,7 @@ class TrajectoryBatch:
 
     @property
     def first_rows(self) -> NDArray[np.int64]:
-        """The first row of each row's episode, by row. A row that does not branch off another row is the first row of
-        its episode.
-        """
+        """The first row of each row's episode, by row."""
         found = np.arange(len(self))
         column = self.optional("branch")
         if column is None:

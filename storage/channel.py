@@ -1,13 +1,11 @@
 """The channel passes committed batches to the learner, and announces new policy versions to the scheduler.
 
-The channel caches committed batches, which are also in the trajectory store. Every batch in the channel is already
-committed in the run's log. The channel contains at most `capacity` batches that the learner has not acknowledged; if
-the channel is full, `put` waits until a deadline. The learner leases batch b only while policy version b is the newest,
-to train version b + 1. An acknowledgement of batch b removes batch b and all earlier batches from the channel. If
-several log entries have committed a batch of the same number, a lease returns the batch of the newest entry, and never
-a voided batch. A leased batch stays in the channel until the batch is acknowledged, so a restarted learner gets the
-same batch. The methods `put`, `ack` and `announce` are idempotent, because Ray may repeat a call. A batch that is not
-in the channel is read from the trajectory store, so no batch is lost if the channel's process dies.
+The channel caches committed batches, which are also in the trajectory store. The channel contains at most `capacity`
+batches that the learner has not acknowledged; if the channel is full, `put` waits until a deadline. The learner leases
+batch b only while policy version b is the newest, to train version b + 1. If several log entries have committed a batch
+of the same number, a lease returns the batch of the newest entry, and never a voided batch. The methods `put`, `ack`
+and `announce` are idempotent, because Ray may repeat a call. A batch that is not in the channel is read from the
+trajectory store, so no batch is lost if the channel's process dies.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
@@ -42,8 +40,7 @@ class Source(Protocol[Refilled]):
 
 
 class Channel(Generic[Payload]):
-    """A bounded cache of committed batches between the scheduler and the learner, as the module's docstring
-    describes."""
+    """A bounded cache of committed batches between the scheduler and the learner."""
 
     def __init__(self, capacity: int, source: Source[Payload], version: int = -1) -> None:
         self.capacity = capacity

@@ -1,6 +1,5 @@
-"""The errors of rollflow. Each class of errors in rollflow stands for what the code that catches the error must do.
-
-The only argument of every error class of rollflow is a string, so an error can be pickled and sent between processes.
+"""The errors of rollflow. Each class stands for what the caller must do, such as retry, skip or stop. The only argument
+of each error is a string, so that errors can be pickled and sent between processes.
 """
 
 

@@ -1,14 +1,8 @@
-"""Defines the input of a policy as an ordered list of token arrays and other content, such as images.
+"""Defines the input of a policy: an ordered list of token arrays and *foreign parts*, such as images.
 
-Each part of a policy's input is either an array of tokens or a *foreign part*, such as an image, which is named by the
-hash of the image's content. A foreign part, such as an image, occupies one or more positions in the policy's context.
-The engines and learners of this release read tokens alone, and raise an error for an input with a foreign part, such as
-an image.
-
-The input of a policy is stored and sent in a flat form, which has one number for each position, and a list of the
-foreign parts (such as images) with their positions. In the flat form of an input, the array contains `NO_TOKEN` at each
-position of a foreign part, such as an image. The flat form of an input that consists of tokens alone is the token array
-itself.
+A foreign part is named by the hash of its content, and occupies one or more positions in the policy's context. An input
+is stored in a flat form: one number for each position (`NO_TOKEN` for a foreign part), and the foreign parts with their
+positions. The engines and learners of this version read tokens alone, and raise an error for a foreign part.
 """
 
 from __future__ import annotations
@@ -46,8 +40,7 @@ Part: TypeAlias = Int32s | ForeignPart
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """An immutable input of the policy: an ordered list of parts, stored in its flat form. Two objects of type
-    `ModelInput` are equal if their parts are equal."""
+    """An immutable input of the policy: an ordered list of parts, stored in its flat form."""
 
     flat: Int32s  # tokens by position, with `NO_TOKEN` at each position of a part that is not tokens, such as an image
     placed: tuple[PlacedPart, ...] = ()  # parts that are not tokens, such as images, with their positions, in order
@@ -92,7 +85,7 @@ class ModelInput:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts, in order. In the list of parts, no token array is empty, and no two token arrays are adjacent."""
+        """The parts, in order."""
         found, end = list[Part](), 0
         for position, part in self.placed:
             found += [self.flat[end:position], part]

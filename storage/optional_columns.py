@@ -1,9 +1,5 @@
-"""Packs and reads the optional columns of a trajectory batch, which only some runs use.
-
-In an optional column, a null stands for a row without a value. A column without any value is left out of the batch, so
-a batch without optional values has the same bytes as in older releases, which had no optional columns. A group of
-trajectories is packed into Arrow arrays as soon as the group is complete, so that the commit of a batch only joins
-arrays.
+"""Packs and reads the optional columns of a trajectory batch, which only some runs use. A null stands for a row without
+a value, and a column without any value is left out of the batch.
 """
 
 from __future__ import annotations
@@ -134,7 +130,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
     """Build one column. Columns are built from bytes, because `pa.array` would import pandas into the scheduler's
-    process. Only columns with parts such as images are built by `pa.array`."""
+    process.
+    """
     if pa.types.is_map(kind):
         return _maps(kind, rows)
     if pa.types.is_struct(kind):

@@ -1,18 +1,10 @@
-"""Defines the basic types of rollflow: prompts, trajectories, groups, and the reasons to discard a group.
+"""Defines the basic types of rollflow: prompts, trajectories, groups, and the reasons to discard a group. All types are
+frozen.
 
-All types are frozen.
-
-In array shapes, T is the number of tokens of one trajectory, prompt and response together.
-
-A *dispatch* of a prompt is one attempt to generate a group of responses to the prompt. A `GroupKey` identifies a
-dispatch by the prompt's index and the number of earlier attempts. Every dispatch of a prompt ends in exactly one way:
-either one policy version is trained on the group of responses, or the group is discarded for a recorded reason. After a
-group of responses was discarded, the prompt is issued again with the next attempt number, unless the prompt was
-filtered.
-
-The prompts of a run come from one or more prompt sources. With D prompt sources, the prompt at `position` of source s
-has the index `position * D + s`. The index of a prompt identifies the prompt's source, and prompts of each source can
-be issued at a different pace.
+In array shapes, T is the number of tokens of one trajectory, prompt and response together. A *dispatch* is one attempt
+to generate a group of responses to a prompt, identified by a `GroupKey`. Every dispatch ends in exactly one way: either
+one policy version is trained on the group, or the group is discarded for a recorded reason. With D prompt sources, the
+prompt at `position` of source s has the index `position * D + s`.
 """
 
 from __future__ import annotations
@@ -88,8 +80,6 @@ class StoredObject:
 class Cursor:
     """The progress of each prompt source: `issued[s]` prompts of source s were sent to the engines, and `filtered[s]`
     of these prompts were removed by the run's filter.
-
-    A `Cursor` without arguments has no prompt source and covers no prompt.
     """
 
     issued: tuple[int, ...] = ()  # per prompt source: the number of prompts that were sent to the engines
@@ -167,21 +157,21 @@ class Trajectory:
     The staleness of a trajectory is counted from the policy version `started_version`. In a run, the four sequences
     `tokens`, `loss_mask`, `logprobs` and `versions`, of length T, are token arrays.
 
-    A field of the trajectory that is None was not recorded. The field `turn_starts` lists the position of the first
-    sampled token of each turn. The field `turn_states` has one 64-bit hash for each turn: the environment state in
-    which the turn acted, or `UNNAMED_STATE` for a turn whose state the environment did not name. The field
-    `routed_experts` lists, for each of the T tokens, the experts to which the token was routed in every layer, with -1
-    for an unknown expert. The field `foreign_parts` lists the parts that are not tokens, such as images; at the
-    positions of these parts `tokens[t]` is `NO_TOKEN`. The field `kept_tokens` has one set of tokens for each token t:
-    the candidates among which the sampler chose token t after top-k and top-p. In `kept_tokens`, the set of token t is
-    empty if the sampler chose among all tokens, or if the policy did not sample token t. The field `scorer_version` is
-    the version of the scorer that gave the reward. The field `token_rewards` has one number for each of the T tokens:
-    the token's own reward, or NaN if the token has none. Token rewards count in addition to `reward`. Only sampled
-    tokens have token rewards. The field `role` names the role in which the policy sampled the tokens, in an episode in
-    which the policy plays several roles; `reward` is then the reward of this role. The field `left_out` is True if no
-    scorer could judge the response, and the learner leaves it out: the response is in no baseline and is not trained
-    on. A left-out response has the outcome "unjudged", a `reason` that says why nobody could judge it, and the `reward`
-    NaN, so that no mean can contain it unnoticed. `left_out` is None for all responses that are not left out.
+    None stands for a value that was not recorded. The field `turn_starts` lists the position of the first sampled token
+    of each turn. The field `turn_states` has one 64-bit hash for each turn: the environment state in which the turn
+    acted, or `UNNAMED_STATE` for a turn whose state the environment did not name. The field `routed_experts` lists, for
+    each of the T tokens, the experts to which the token was routed in every layer, with -1 for an unknown expert. The
+    field `foreign_parts` lists the parts that are not tokens, such as images; at the positions of these parts
+    `tokens[t]` is `NO_TOKEN`. The field `kept_tokens` has one set of tokens for each token t: the candidates among
+    which the sampler chose token t after top-k and top-p. In `kept_tokens`, the set of token t is empty if the sampler
+    chose among all tokens, or if the policy did not sample token t. The field `scorer_version` is the version of the
+    scorer that gave the reward. The field `token_rewards` has one number for each of the T tokens: the token's own
+    reward, or NaN if the token has none. Token rewards count in addition to `reward`. Only sampled tokens have token
+    rewards. The field `role` names the role in which the policy sampled the tokens, in an episode in which the policy
+    plays several roles; `reward` is then the reward of this role. The field `left_out` is True if no scorer could judge
+    the response, and the learner leaves it out: the response is in no baseline and is not trained on. A left-out
+    response has the outcome "unjudged", a `reason` that says why nobody could judge it, and the `reward` NaN.
+    `left_out` is None for all responses that are not left out.
     """
 
     sample: int
@@ -210,8 +200,8 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float:
-        """The reward of the response as a whole, plus all token rewards. Each reward in this sum is rounded to float32,
-        as in storage.
+        """The reward of the response as a whole, plus all token rewards. Each reward is rounded to float32, as in
+        storage.
         """
         if self.token_rewards is None:
             return self.reward

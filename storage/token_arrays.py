@@ -1,7 +1,5 @@
-"""Defines immutable arrays of numbers, which are stored as raw bytes in Arrow's layout.
-
-Token arrays replace tuples of Python numbers, which take 30 to 60 bytes per number and are pickled number by number. A
-token array takes four bytes per token, and is sliced, joined and pickled as bytes.
+"""Defines immutable arrays of numbers, which are stored as raw bytes in Arrow's layout. An array takes four bytes per
+token, while a tuple of Python numbers takes 30 to 60 bytes and is pickled number by number.
 """
 
 from __future__ import annotations

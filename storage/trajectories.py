@@ -65,8 +65,7 @@ class TrajectoryStore:
                 too old for the batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
-        # Each commit uses a new file name, because a repeated commit must not overwrite a file that the first one has
-        # written.
+        # each commit uses a new file name, so that a repeated commit cannot overwrite the file of the first commit
         name = f"{staged.number:08d}-{writer.claim}-{uuid.uuid4().hex[:8]}"
         attached = AttachedObject(f"trajectories/{name}.arrow", batch.to_pieces())
         groups = tuple(committed_group(group) for group in staged.groups)

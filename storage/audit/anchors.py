@@ -4,8 +4,8 @@ cannot write.
     12:6b86b273...   entry 12 has this sha256
 
 Each entry names the hash of the previous entry, so the anchor of an entry also proves all earlier entries. The log is
-append-only, so an anchor stays valid as the run continues. If `rollflow audit --repair` has moved a damaged newest
-entry away, an anchor of that entry is no longer valid, and the check reports the anchor.
+append-only, so an anchor stays valid as the run continues. If `rollflow audit --repair` moved an entry away, the check
+reports an anchor of this entry.
 """
 
 from __future__ import annotations

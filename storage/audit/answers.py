@@ -1,8 +1,5 @@
-"""Compares the trajectories in a batch file with the prompts that they answer, and with the limits of the run's config.
-
-Each row of a batch file contains the tokens of a prompt, followed by the tokens of a response. The suffix of an array's
-name stands for the array's length: `_R` for the number of rows in the batch, and `_T` for the number of tokens in all
-rows.
+"""Compares the trajectories of a batch file with their prompts, and with the limits of the run's config. Suffixes of
+array names give the shapes: `_R` for the rows of the batch, `_T` for the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ ENDINGS = (StopReason.STOP, StopReason.LENGTH)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRows:
-    """The values that an audit expects in the rows of a batch; a value that is None is not checked."""
+    """The values that an audit expects in the rows of a batch; None stands for a value that is not checked."""
 
     limits: BatchLimits | None = None
     prompts: Mapping[int, Prompt] | None = None  # prompt index -> the prompt
@@ -65,7 +62,7 @@ class _Table:
         index, length = table["index"].to_numpy(), pc.list_value_length(table["tokens"]).to_numpy()
         first, mask = np.cumsum(length) - length, _flat(batch, "loss_mask")
         row = np.repeat(np.arange(len(length)), length)
-        if prompts is None:  # without prompts, assume that a row's prompt ends at the policy's first token
+        if prompts is None:  # if the prompts are unknown, a row's prompt is assumed to end at the policy's first token
             chosen = np.flatnonzero(mask)
             place = np.searchsorted(chosen, first)
             begins = np.append(chosen, len(mask))[place]
@@ -124,8 +121,8 @@ def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
 def _check_prompts(
     batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: ExpectedRows, *, replaces: bool
 ) -> Iterator[Found]:
-    """Check that each row of a batch begins with the tokens of its prompt and names this prompt, and that the prompt is
-    not held out. If `replaces` is true, the environment may have replaced the tokens of the prompt.
+    """Check that each row names its prompt and begins with the prompt's tokens, and that the prompt is not held out. If
+    `replaces` is true, the environment may have replaced the tokens of the prompt.
     """
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
     reported: set[int] = set()
@@ -189,7 +186,7 @@ def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
 def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
     """Check that each response that ended with `StopReason.STOP` has a stop token as its last sampled token.
 
-    In an episode with several turns, a stop string may have ended the last turn instead.
+    In an episode with several turns, a stop string may have ended the last turn, without a stop token.
     """
     chosen_T = np.flatnonzero(table.mask_T)
     last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
@@ -210,8 +207,8 @@ def _check_responses(table: _Table, limits: BatchLimits) -> Iterator[Found]:
     """Check that no response exceeds `max_new_tokens`, and that each response that ended with `StopReason.LENGTH`
     reaches it.
 
-    In an episode with several turns, the last turn may have ended at a limit of its own, so a response that ended with
-    `StopReason.LENGTH` may be shorter.
+    In an episode with several turns, a response that ended with `StopReason.LENGTH` may be shorter than
+    `max_new_tokens`.
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():

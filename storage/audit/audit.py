@@ -104,9 +104,8 @@ class _Audit:
         self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[AuditProgress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
-        snapshots = checkpoints.list_snapshots(
-            store
-        )  # snapshots are listed before the log is read, so the log must contain the entries that they name
+        # snapshots are listed before the log is read, so that the log contains all entries that they name
+        snapshots = checkpoints.list_snapshots(store)
         newest, self.others = checkpoints.find_newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = AuditCheckpoint() if deep else newest
@@ -120,16 +119,14 @@ class _Audit:
         self.fold = TolerantFold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
         self.latest = begun.state.version  # the newest policy version in any log entry that was read, valid or not
-        # upper limit of the newest policy version, because each lost log entry may have published a version
+        # upper limit of the newest version, because each lost log entry may have published a version
         self.most = begun.state.version
         self.read_to = begun.state.n
-        # maps a batch's log entry to the policy version that was trained on the batch, or to None if the batch was
-        # voided
+        # maps a batch's log entry to the version that was trained on the batch, or to None if the batch was voided
         self.outcomes: dict[int, int | None] = {}
-        # maps a batch's log entry to the log entry of the policy version that was trained on the batch, and to the
-        # number of responses that the learner says it left out
+        # maps a batch's entry to the entry of the version trained on it, and to the number of left-out responses
         self.told_left_out: dict[int, tuple[int, float]] = {}
-        # maps a policy version and a kind of its unpruned objects to the log entry that names the objects, and to them
+        # maps a version and a kind of its unpruned objects to the log entry that names them, and to the objects
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}
         self.doubts: list[NamedObject] = []
         self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
@@ -343,8 +340,9 @@ class _Audit:
         self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
 
     def _recheck_and_report(self) -> None:
-        """Check faulty objects again, because a log entry written during the audit may have voided or pruned them.
-        Report each object that is still faulty."""
+        """Check faulty objects again, because an entry written during the audit may have voided or pruned them; report
+        the rest.
+        """
         again: list[ObjectFinding] = []
         doubts, self.doubts = self.doubts, []
         with ObjectChecks(self.store, again.append) as looking:

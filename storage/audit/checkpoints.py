@@ -48,8 +48,8 @@ class AuditCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """A stored object that proves which hash a log entry had when the object was written. The field `sha256` is the
-    hash of log entry `n` at that time, or the beginning of that hash.
+    """A stored object that proves which hash a log entry had when the object was written. The field `sha256` may
+    contain only the beginning of the hash.
     """
 
     path: str
@@ -63,8 +63,8 @@ def audit_path(n: int) -> str:
 
 
 def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
-    """Store the result of an audit, and remove the results of older audits. Errors while storing the result of an audit
-    are ignored, because the next audit then only takes longer.
+    """Store the result of an audit, and remove the results of older audits. A failed write of the result is ignored,
+    because it only makes the next audit slower.
     """
     tree = {"rules": RULES, "fold": FOLD, "audited": _AUDITED.dump_python(audited, mode="json")}
     with contextlib.suppress(RollflowError, OSError):

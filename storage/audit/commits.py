@@ -1,7 +1,5 @@
-"""Compares the counts, discard reasons and object paths in a log entry with the config that was in force.
-
-The log's own rules (module `rules`) check only a few config keys, so they may accept the log entries of a process that
-ran with another config. An audit checks more.
+"""Checks the counts, discard reasons and object paths in a log entry against the config in force. The log's own rules
+check only a few config keys, so they may accept entries of a process that ran with another config.
 """
 
 from __future__ import annotations
@@ -71,8 +69,9 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
 
 
 def _check_unjudged(body: BatchCommitted, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:
-    """Check that each unjudged response belongs to a group that the log entry commits, filters or discards as
-    unjudged, and that the group may have this unjudged response."""
+    """Check that each unjudged response belongs to a group of this log entry, and that the group may have unjudged
+    responses.
+    """
     reasons = {one.key: one.reason for one in body.discards} if body.unjudged else {}
     committed = {group.key for group in body.groups} if body.unjudged else set()
     samples: dict[GroupKey, list[int]] = {}
@@ -117,8 +116,9 @@ def _check_length(key: GroupKey, tokens: int, most: float) -> Iterator[Found]:
 
 
 def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
-    """Report faults in the log entry of a policy version: wrong object paths, or impossible log-probs of the tokens
-    that serve to check the weights."""
+    """Report faults in the log entry of a policy version: wrong object paths, or impossible log-probs of the probe
+    tokens.
+    """
     own = f"policies/{body.number:08d}/{claim}/"
     for stored in (*body.weights, *body.state):
         if not stored.path.startswith(own):

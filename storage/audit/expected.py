@@ -1,7 +1,6 @@
 """Defines the limits and the prompts with which an audit compares the trajectory batches of a run.
 
-The package `storage` parses no config and creates no prompts, so the caller of an audit provides the config's limits
-and the prompts (see `tasks/run/expectations.py`).
+The package `storage` parses no config and creates no prompts, so the caller of an audit provides both.
 """
 
 from __future__ import annotations
@@ -55,15 +54,14 @@ class ExpectedPrompts:
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     stops: frozenset[int] = frozenset()  # tokens that end a response
-    # returns the epoch that must follow, given the prompt source, the previous epoch, its log entry, and the pass rates
-    # since then
+    # (source, previous epoch, its log entry, pass rates since then) -> the epoch that must follow
     propose_epoch: Callable[[int, EpochStarted | None, int | None, Mapping[int, PassRate]], EpochStarted] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The expectations of an audit. If the field `prompts` or `limits` is None, the audit does not compare batches with
-    prompts or limits, and the field `unchecked` says why.
+    """The expectations of an audit. If `prompts` or `limits` is None, batches are not compared with prompts or limits,
+    and `unchecked` says why.
     """
 
     limits: Callable[[Mapping[str, Any]], BatchLimits] | None = (

@@ -28,9 +28,7 @@ MOST_OVERDUE = 20  # the largest number of overdue prompts that are listed
 
 
 class Expecting:
-    """The prompts and the limits of the config in force, with which an audit compares batches. If the prompts or the
-    config's limits are unknown, the audit's report says why.
-    """
+    """The prompts and the limits of the config in force, with which an audit compares batches."""
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
         self._limits_of, self._prompts, self._report = expected.limits, expected.prompts, report
@@ -61,15 +59,14 @@ class Expecting:
     def expect_rows(self, body: BatchCommitted | None) -> ExpectedRows:
         """Return the values with which a batch file is compared; `body` is None for any other stored object.
 
-        The method must run in the audit's main thread, because the method creates prompts and a prompt source is not
-        thread-safe.
+        Only the audit's main thread may call this method, because prompt sources are not thread-safe.
         """
         prompts = self._prompts
         if body is None or prompts is None:
             return ExpectedRows(self.limits)
         try:
             found = {group.prompt: prompts.ask(group.prompt) for group in body.groups}
-        except ConfigError as error:  # for example, a prompt file was changed
+        except ConfigError as error:  # the prompts cannot be made, for example because a prompt file was changed
             self._give_up(f"prompts are not checked, because {error}")
             return ExpectedRows(self.limits)
         asked = {index: prompt for index, (prompt, _) in found.items()}

@@ -1,8 +1,7 @@
-"""Searches a safetensors file, in chunks, for a weight that is NaN or infinite.
+"""Searches a safetensors file, in chunks, for a weight that is NaN or infinite. A floating-point number is NaN or
+infinite if all bits of its exponent are 1.
 
-A safetensors file consists of eight bytes that give the length of the header, the header in JSON, and the tensors
-(https://github.com/huggingface/safetensors). A floating-point number is infinite or NaN if all bits of its exponent are
-1.
+File format: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations

@@ -114,8 +114,7 @@ def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
 
 
 def sweep(run: ObjectStore) -> int:
-    """Remove unfinished writes that their writers have abandoned; return the number of freed bytes. Every run calls
-    this function."""
+    """Remove unfinished writes that their writers have abandoned; return the number of freed bytes."""
     return collect(run, list(list_abandoned(run, store_clock(run))))
 
 

@@ -1,6 +1,6 @@
 """Checks the responses of a batch that nobody could judge and that the learner leaves out.
 
-The suffix `_R` of an array's name stands for the number of rows (trajectories) of the batch.
+Arrays with the suffix `_R` have one element for each row of the batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ def check_left_out(
 ) -> Iterator[Found]:
     """Report responses that are left out although they were judged or must not be left out, and groups with too few
     judged responses. Compare the unjudged responses in the log with those in the batch file.
-
-    A response is left out with all rows of its episode. The reward of a response that is left out is NaN.
     """
     groups = {group.key for group in body.groups}
     recorded = [one for one in body.unjudged if one.key in groups]

@@ -75,8 +75,7 @@ def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
 
 
 def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
-    """Check that weights are finite. The JSON file that lists several weight files contains no weights, so it is not
-    searched."""
+    """Check that weights are finite. The JSON index of weight files contains no weights, so it is not searched."""
     if path.endswith(".json"):
         return ()
     local = run.local_path(path)

@@ -1,8 +1,7 @@
 """Checks the optional columns of a trajectory batch, such as the outcome, the turns and the scorer version.
 
-The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_T` for the number of
-tokens in all trajectories, `_S` for the number of sets of candidate tokens (after top-k and top-p), and `_K` for the
-number of tokens in all such sets.
+Suffixes of array names give the shapes: `_R` for rows, `_T` for the tokens of all rows, `_S` for sets of candidate
+tokens, and `_K` for the tokens in these sets.
 """
 
 from __future__ import annotations
@@ -65,11 +64,9 @@ class _Rows:
 
 
 def check_optional(batch: TrajectoryBatch, vocabulary: int, *, judges_all: bool = False) -> Iterator[Found]:
-    """Report values in the optional columns of a batch that rollflow never writes; all token ids must be below
-    `vocabulary`.
+    """Report impossible values in the optional columns of a batch; all token ids must be below `vocabulary`.
 
-    If `judges_all` is true, report each trajectory whose response could not be judged and is not left out, because a
-    run must not train on such a trajectory.
+    If `judges_all` is true, an unjudged response that is not left out is also reported.
 
     The caller must first check with the module `rows` that all list columns of a row have the same length.
     """
@@ -204,7 +201,9 @@ def _check_scorers(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_token_rewards(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that each token has an entry, that only sampled tokens have a reward, and that no reward is infinite."""
+    """Check that token rewards have one entry per token, that only sampled tokens have a reward, and that none is
+    infinite.
+    """
     wrong = np.flatnonzero(_valid(column) & (_lengths(column) != rows.length_R))
     if wrong.size:
         row = int(wrong[0])

@@ -1,8 +1,5 @@
-"""Rereads log entry 0 and the newest log entries that an earlier audit has read.
-
-An audit trusts the stored result of the earlier audit from which the new audit continues. Before it continues, the new
-audit checks that the earlier result still matches the log. It checks the rules in log entry 0, and the hash chain of
-the last log entries that the earlier audit read.
+"""Rereads log entry 0 and the newest log entries that an earlier audit has read. An audit that continues from an
+earlier result thereby checks that this result still matches the log.
 """
 
 from __future__ import annotations

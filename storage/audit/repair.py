@@ -1,14 +1,9 @@
-"""Repairs a damaged log. The function `plan_repairs` lists the steps that would repair a damaged log, and `repair`
-carries out the steps that the user accepts.
+"""Repairs a damaged log: `plan_repairs` lists the steps, and `repair` carries out the steps that the user accepts. No
+process may use the run during a repair.
 
-A damaged or missing log entry that is not the newest is restored from a segment, which is a file with copies of log
-entries. The next log entry must name the hash of the copy. If the newest log entry is damaged, the entry cannot be
-restored and is moved away, and the log ends with the previous entry. After a repair, the run repeats the work of a log
-entry that was moved away: the batch is formed again, or the policy version is trained again. If a log entry that is not
-the newest is damaged and has no copy, the log cannot be repaired, because the later log entries cannot be trusted.
-
-No process may use the run while the run's log is repaired. A log entry that is moved away stays in storage under
-another name.
+A damaged log entry is restored from a segment, which is a file with copies of log entries. The newest entry has no
+copy, so it is moved away, and the run repeats the entry's work. If another damaged entry has no copy, the log cannot be
+repaired.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Literal
 from rollflow.storage.log.state import RunState
 
 ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage", "unjudged"]
-# largest number of ranges of policy versions with separate counts, so that an audit's report does not grow with the run
+# largest number of version ranges with separate counts, so that a report does not grow with the run
 SPANS = 64
 
 
@@ -36,8 +36,8 @@ class RowCounts:
 
 @dataclass(slots=True)
 class ScorerSpan:
-    """The number of trajectories that one version of a scorer scored, with the first and the last policy version that
-    was trained on these trajectories.
+    """Trajectories that one version of a scorer scored: their number, and the first and last policy version trained on
+    them.
     """
 
     trajectories: int
@@ -62,8 +62,7 @@ class AuditReport:
     staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)
     span: int = 1  # the number of policy versions per range
     domains: Counter[str] = field(default_factory=Counter)  # number of groups trained on, by domain of the prompt
-    # trajectories that were scored, by domain and version of the scorer; trajectories of older runs have no scorer
-    # version
+    # scored trajectories, by domain and version of the scorer; trajectories of older runs have no scorer version
     scorers: dict[str, dict[str, ScorerSpan]] = field(default_factory=dict)
     fates: Counter[str] = field(default_factory=Counter)  # number of prompt dispatches by how they ended
     discarded_tokens: int = 0

@@ -1,7 +1,7 @@
 """Compares each trajectory of a batch file with the log entry that committed the batch.
 
-The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_N` for the number of
-groups, `_T` for the number of tokens in all trajectories, and `_C` for the number of tokens that the policy sampled.
+Suffixes of array names give the shapes: `_R` for trajectories, `_N` for groups, `_T` for the tokens of all
+trajectories, and `_C` for the tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def _number_groups(batch: TrajectoryBatch) -> Array:
 
 
 def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[Found]:
-    """Check that no token was sampled by a policy version older than the trajectory's start version or newer than
-    `version`, and that values are finite.
+    """Check that values are finite, and that no token's version is before the trajectory's start version or after
+    `version`.
     """
     started_R = batch.table["started_version"].to_numpy()
     if (tokens.version_C < started_R[tokens.row_C]).any() or (tokens.version_C > version).any():

@@ -1,11 +1,9 @@
-"""Computes a run's state from the log for an audit, and continues after invalid log entries, which are reported.
+"""Computes a run's state from the log for an audit. Log entries that violate the log's rules are reported, and the
+audit continues.
 
-Every log entry that violates the log's rules (the function `apply`) is reported. A log entry is reported, but still
-applied to the run's state, if it names a wrong hash of the previous entry or a wrong number of the policy version or
-batch. A commit of a batch with groups that are too old, or that have tokens of policy versions that did not exist, is
-applied as if the groups were fresh. A log entry with a fault that cannot be ignored is skipped, so that the entry does
-not change the run's state. After a log entry that is missing or damaged and has no copy, the run's state is unknown, so
-later entries are read but not applied.
+An entry with a minor fault, such as a wrong hash of the previous entry or groups that are too old, is still applied. An
+entry with any other fault is skipped. After a lost entry the run's state is unknown, so later entries are read but not
+applied.
 """
 
 from __future__ import annotations
@@ -59,8 +57,8 @@ class TolerantFold:
         """Apply log entries to the run's state; yield each readable log entry, its bytes, and whether the entry is
         trusted.
 
-        The first log entry that is skipped is not trusted. A later log entry that violates the rules is trusted,
-        because the skipped entry may be the cause of the violation.
+        The first skipped log entry is not trusted. Later log entries that violate the rules are trusted, because the
+        skipped entry may be the cause of the violation.
         """
         for n, item in found:
             if isinstance(item, LogGap):

@@ -71,8 +71,8 @@ class RunCreated:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The claim of a role. The field `under` is the number of the log entry by which the process's supervisor claimed
-    its own role; it is None in a supervisor's claim.
+    """The body of an entry by which a process takes a role: supervisor, scheduler or learner. The field `under` is the
+    number of the entry by which the process's supervisor took its own role; None for a supervisor.
     """
 
     under: int | None = None
@@ -89,10 +89,9 @@ class BatchCommitted:
 
     The field `issued` lists the prompts that were sent to the engines for the first time since the scheduler's last
     commit, in this order. The field `discards` lists the groups of responses that were discarded since the scheduler's
-    last commit. The field `rates` has the known pass rates of the groups in the batch and of the filtered groups among
-    `discards`. The field `unjudged` gives the reasons why responses could not be judged. It lists the responses that
-    are left out of groups in the batch or of filtered groups, and one response of each group that was discarded as
-    unjudged. A log entry without unjudged responses is stored without the field `unjudged`.
+    last commit. The field `rates` lists the known pass rates of the groups in the batch and of filtered groups. The
+    field `unjudged` lists responses that could not be judged, with reasons: the responses that are left out of their
+    groups, and one response of each group that was discarded as unjudged.
     """
 
     number: int
@@ -132,8 +131,7 @@ class EpochStarted:
 
 @dataclass(frozen=True, slots=True)
 class BatchVoided:
-    """Voids the batch that log entry `entry` committed, because the batch's file is damaged, or a value in the batch or
-    computed from the batch is not finite.
+    """Revokes the batch that log entry `entry` committed, because its file is damaged or a value is NaN or infinite.
 
     After a NaN or an infinity, the batch's prompts are issued again with other seeds, because the same seeds might give
     the same value again.
@@ -183,7 +181,7 @@ class ConfigChanged:
     """Changes the run's config, beginning with `version`, the next policy version to be trained. The field `changes`
     lists the config keys that differ.
 
-    The docstring of the module `rules` says for which log entries a changed config is in force.
+    The module `rules` says for which log entries a changed config is in force.
     """
 
     version: int

@@ -1,7 +1,5 @@
-"""The rules of the log for what may happen to a prompt that was issued: its group of responses is discarded, or
-committed in a batch and trained on.
-
-A batch has thousands of groups, so the rules for dispatched prompts build an error message only if a rule is violated.
+"""The rules of the log for an issued prompt: its group of responses is either discarded, or committed in a batch and
+trained on.
 """
 
 from __future__ import annotations
@@ -58,8 +56,9 @@ def count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> None
 
 
 def check_rates(s: RunState, body: BatchCommitted) -> None:
-    """Check that each pass rate in a batch's log entry is possible, and that the entry commits or filters the group
-    with this pass rate."""
+    """Check that each pass rate in a batch's log entry is possible, and belongs to a group that the entry commits or
+    filters.
+    """
     if not body.rates:
         return
     filtered = [one.key for one in body.discards if one.reason is DiscardReason.FILTERED]

@@ -1,10 +1,6 @@
-"""Finds in a run's log what happened to each attempt to answer a prompt, and which log entry published a policy
-version.
-
-A dispatch (one attempt to answer a prompt) is in flight from the moment when the prompt is issued until the group of
-responses is discarded or committed in a batch. If the responses of a dispatch are committed in a batch, the dispatch
-waits until a policy version is trained on the batch. If a batch is voided, the dispatches in the batch are quarantined
-and their prompts are issued again.
+"""Finds in a run's log what became of each dispatch (attempt to answer a prompt), and which entry published a policy
+version. A dispatch is in flight, waits in a committed batch, was trained on, was discarded, or was in a batch that was
+voided.
 """
 
 from __future__ import annotations
@@ -121,8 +117,7 @@ def _find_reason(lost: Discard, unjudged: Sequence[UnjudgedResponse]) -> str:
 
 
 def find_version(log: Log, version: int) -> WrittenEntry:
-    """Find the log entry that published a policy version: a recent version takes one read, an older one a bisection of
-    the log.
+    """Find the log entry that published a policy version; an old version is found by bisection of the log.
 
     Raises:
         Missing: no log entry read so far publishes this policy version.

@@ -1,8 +1,7 @@
 """Collects the pass rates of prompts (the share of correct responses) from a range of a run's log.
 
-The log entry of a batch contains the pass rates of the groups in the batch, and of the groups that the filter removed
-since the previous batch. If several groups of responses to a prompt have been generated, the pass rate of the newest
-group counts. The pass rates of groups in a voided batch do not count.
+If several groups of responses to a prompt have been generated, the pass rate of the newest group counts. The pass rates
+of groups in a voided batch do not count.
 """
 
 from __future__ import annotations

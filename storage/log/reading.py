@@ -96,8 +96,8 @@ def get_entry(log: Log, n: int) -> WrittenEntry:
 
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
-    """Return the number of the first log entry that exists after log entry `n`; return None if there is none.
-    The argument `to_the_last` means the same as in `read_entries`.
+    """Return the number of the first log entry that exists after log entry `n`; return None if there is none. For the
+    argument `to_the_last`, see `read_entries`.
     """
     local = run.local_path(FOLDER)
     if local is not None and not to_the_last:

@@ -1,14 +1,9 @@
-"""Decides which stored objects of a policy version are kept and which are deleted. The stored objects of a policy
-version are the weights and the learner's state.
+"""Decides which stored objects of a policy version (weights and learner's state) are kept and which are deleted.
 
-The weights of the newest `keep_last` policy versions are kept, and the weights of every `keep_every`-th version,
-including version 0. The learner's state is kept for the newest policy version, for version 0, and for the *base* of
-every version whose weights are kept. The base of a policy version is the newest earlier version that stored the
-learner's state. The weights of a base (a policy version with the learner's state) are kept together with the state. A
-replay can then train again from the base and the later batches.
-
-The files of trajectory batches are never pruned. A stored object that the run does not need at one policy version is
-not needed at any later version either.
+Weights are kept for the newest `keep_last` versions and for every `keep_every`-th version, including version 0. The
+learner's state is kept for the newest version, for version 0, and for the *base* of each version with kept weights. The
+base of a version is the newest earlier version that stored the learner's state, and its weights are also kept, so that
+a replay can train again from the base. An object that is not needed once is never needed later.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ KINDS: tuple[Kind, ...] = ("weights", "state")
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rules of one run for which objects are kept, as the module's docstring describes them."""
+    """The rules of one run that decide which stored objects are kept."""
 
     keep_last: int = 5
     keep_every: int = 10
@@ -54,8 +49,8 @@ class Retention:
         return self.keep_last + self.state_every + 1
 
     def _is_base(self, version: int, latest: int) -> bool:
-        """Return whether training must restart from policy version `version` to recompute a kept version, or the next
-        version that will be kept.
+        """Return whether the replay of a kept version, or of the next version to be kept, starts from policy version
+        `version`.
         """
         if not self.stores_state(version):
             return False

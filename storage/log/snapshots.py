@@ -100,8 +100,8 @@ def _write_segment(run: ObjectStore, last: int) -> None:
 
 
 def restore_segment(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
-    """Read copies of the log entries from `first` to `end - 1`; return None unless the copies' hash chain leads to log
-    entry `end`.
+    """Read copies of the log entries from `first` to `end - 1`; return None if their hash chain does not lead to entry
+    `end`.
     """
     found: list[bytes] = []
     with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):

@@ -1,17 +1,13 @@
-"""Defines the interface of an object store, and what every backend guarantees.
+"""Defines the interface of an object store, which maps relative paths such as `log/0000000007.json` to byte strings.
+The suite `tests/contracts/test_objects.py` tests these guarantees on every backend.
 
-An object store maps relative paths, such as "log/0000000007.json", to byte strings. The file
-`tests/contracts/test_objects.py` tests the guarantees of object stores on every backend. The method `create` is an
-atomic put-if-absent: of several racing writers of one path exactly one succeeds, and `Conflict` is raised for the
-others. A reader sees either no object or the whole object, never a part of an object. The method `put` replaces an
-object atomically: a reader sees either the old bytes or the new bytes. A completed write survives a power cut, as far
-as the backend can ensure it. A read after a completed write sees that write, because neither listings of objects nor
-their existence are cached. The content of an object may be given as several buffers, which are written in order,
-without a copy. An object of the class `ObjectStore` contains only an address and options, so it can be pickled, is
-cheap to create and can be shared by threads.
+The method `create` is an atomic put-if-absent: one of several racing writers succeeds, and the others get `Conflict`.
+The method `put` replaces an object atomically. A reader sees a whole object or no object. A completed write survives a
+power cut, as far as the backend can ensure it. A read after a completed write sees that write, because listings and
+existence are not cached.
 
-Object paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of the store. An invalid
-object path raises `ValueError`.
+A store contains only an address and options, so it can be pickled and shared by threads. An object path has no empty,
+`.` or `..` part, so no path leads out of the store. An invalid path raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ def check_path(path: str) -> str:
 
 
 class ObjectStore(ABC):
-    """A store of named byte strings. The docstring of this module lists what every object store guarantees."""
+    """A store of named byte strings. The module's docstring lists the guarantees of every object store."""
 
     patience: float | None = None  # seconds for which a request to an unresponsive store is retried; None: some minutes
 
@@ -155,10 +151,7 @@ class ObjectStore(ABC):
         """
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """List the names of the folders directly below the folder `prefix`, sorted.
-
-        The default implementation of `folders` lists all objects below `prefix`.
-        """
+        """List the names of the folders directly below the folder `prefix`, sorted."""
         depth = prefix.count("/") + 1
         parts = (path.split("/") for path in self.list(prefix))
         return sorted({part[depth] for part in parts if len(part) > depth + 1})
@@ -197,8 +190,7 @@ def first_missing(store: ObjectStore, path: Callable[[int], str], start: int = 0
     """Return the first number from `start` on for which no object exists; the numbers of existing objects must be
     contiguous.
 
-    The search for the first missing number doubles its steps, then bisects. The search for the first missing number
-    lists no folder, and needs few requests even for a long sequence.
+    The search needs few requests even for a long sequence, because it doubles its steps and then bisects.
     """
     if not store.exists(path(start)):
         return start

@@ -136,8 +136,6 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 def hash_in_thread(parts: Sequence[memoryview]) -> Iterator[Callable[[], str]]:
     """Yield a function that returns the sha256 of the buffers; long data is hashed in a thread while the `with` block
     runs.
-
-    Hashing and writing release Python's global interpreter lock, so they run in parallel.
     """
     if sum(map(len, parts)) < CHUNK:
         yield cache(partial(hash_pieces, parts))

@@ -1,12 +1,9 @@
-"""A local folder as an object store: readers see only whole files, and exactly one of several racing creators succeeds.
+"""Stores objects as files in a local folder. Readers see only whole files, and exactly one of several racing creators
+succeeds.
 
-An object is written to a temporary file, which is synced and then gets the object's name in one step. The method
-`create` makes a hard link, which fails if the name exists, and `put` renames the temporary file, which replaces an old
-file of the same name. At the end of a write, the folder that contains the object is synced, so that a completed write
-survives a power cut. Temporary files are written to the folder `.tmp`, whose files are not objects of the store. A
-process locks the temporary file that it writes, so a temporary file without a lock was left by a killed process.
-
-A path in the store is either an object or a folder of objects.
+An object is written to a locked temporary file in the folder `.tmp`, synced, and then named in one step: `create` makes
+a hard link, which fails if the name exists, and `put` renames the file. The folder of the object is synced last, so
+that a completed write survives a power cut. A temporary file without a lock was left by a killed process.
 """
 
 from __future__ import annotations
@@ -272,8 +269,7 @@ def _lock(file: int) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # an error other than a held lock means that the file system has no locks, so abandoned files are recognised by
-        # age only
+        # any other error means that the file system has no locks, so abandoned files are recognised by age only
         if isinstance(error, BlockingIOError):
             raise
 

@@ -81,7 +81,7 @@ class NodeCache:
         """
         try:
             return self._hold(self._mine / name, fill, whole)
-        except OSError as error:  # for example, this process has too many open files, although the folder is intact
+        except OSError as error:  # the folder may be intact, for example if this process has too many open files
             raise Unreachable(
                 f"the cache folder {self._cache} cannot be used now ({error.strerror or error})"
             ) from error

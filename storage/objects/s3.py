@@ -1,15 +1,9 @@
-"""An object store in an S3 bucket. The S3 store caches nothing, and after a failed write reads the object to check
-whether the write has succeeded.
+"""Stores objects in an S3 bucket. Nothing is cached, and every read is checked against the sha256 in the object's
+metadata.
 
 The method `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A
-write can succeed although the service's answer is lost; a repeated write is then refused, as if another process had
-been first. After a failed write, the process reads the unique token of the stored object. If the stored object has the
-token of the process's own write, the write has succeeded. If the stored object has another token, `create` raises
-`Conflict`, even if the bytes are the same.
-
-An object's metadata also contains the sha256 of its bytes, and every read is checked against this hash. An object whose
-bytes do not match the stored hash is read again, and `Corrupt` is raised if the bytes never match. The module
-`s3_requests` describes how requests to S3 are retried.
+write can succeed although the service's answer is lost, so the process reads the object after a failed write. The
+process's own token in the object means success; another token means `Conflict`, even if the bytes are the same.
 """
 
 from __future__ import annotations

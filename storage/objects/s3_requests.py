@@ -1,16 +1,9 @@
-"""Requests to S3. Sends requests to S3, and retries each request within limits until the request is answered in full.
+"""Sends requests to S3, and retries each request within limits until it is answered in full. Before each retry there is
+a random pause, whose upper limit doubles with each try.
 
-A request is retried if the request was throttled, failed in the server, lost its connection or exceeded its deadline,
-or if the body of the answer arrived incomplete. Before each retry of a request there is a random pause, whose upper
-limit doubles with each try. Botocore and s3fs are configured not to retry, so each request has only the deadline and
-the retry count of this module. A caller must ensure that a repeated request is idempotent, or recognise that the first
-attempt of the request has succeeded.
-
-An object larger than `PART_BYTES` is transferred in several parts, some of them at the same time. Only the parts of an
-object that are being transferred are copied into memory.
-
-A connection belongs to one process and one set of AWS environment variables. Credentials, region and endpoint come only
-from the standard AWS environment variables (such as `AWS_ENDPOINT_URL_S3` and `AWS_ENDPOINT_URL`) and files.
+A request is retried if it was throttled, timed out, lost its connection, failed in the server or was answered
+incompletely. A caller must ensure that a repeated request is idempotent, or recognise that the first try has succeeded.
+Credentials, region and endpoint come from the standard AWS environment variables and files.
 """
 
 from __future__ import annotations

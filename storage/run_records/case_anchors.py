@@ -1,10 +1,6 @@
-"""Stores the run times from which the adaptive deadlines of test cases are computed: `case_anchors/<section>.json` for
-each scorer.
-
-After a restart, the reward actor (the Ray actor that scores responses) computes the deadlines of test cases from the
-stored run times. If the record of run times is missing, damaged or old, the deadlines of some test cases begin again at
-the maximum, so no program is killed too early. If an adaptive deadline of a test case decided a score, this is recorded
-with the score, together with the deadline.
+"""Stores run times of correct programs, from which the adaptive deadlines of test cases are computed:
+`case_anchors/<section>.json` for each scorer. A restarted reward actor (the Ray actor that scores responses) reads the
+record; without it, deadlines begin again at the maximum.
 """
 
 from __future__ import annotations
@@ -75,12 +71,12 @@ RECORD: TypeAdapter[CaseAnchors] = TypeAdapter(CaseAnchors)
 
 
 def anchors_path(section: str) -> str:
-    """Return the path where the anchors (run times) of the scorer in the given section of the config are stored."""
+    """Return the path of the stored run times of the scorer in the given section of the config."""
     return f"case_anchors/{section}.json"
 
 
 def read_anchors(run: ObjectStore, section: str) -> CaseAnchors:
-    """Read the stored anchors (run times) of a scorer; a missing or damaged record counts as empty."""
+    """Read the stored run times of a scorer; a missing or damaged record counts as empty."""
     try:
         found = RECORD.validate_json(run.get(anchors_path(section)))
     except (Missing, Corrupt, ValidationError):

@@ -1,8 +1,5 @@
 """Stores why episodes could not continue from their stored turns after a crash: `episode_restarts/<claim>-<n>.json`.
-
-After a crash, an episode is replayed from its stored turns, or its environment is restored from a snapshot. If an
-episode can be neither replayed nor restored, the policy generates the lost turns again, and a record says why. The
-run's log does not name the records, and a damaged record is skipped.
+The policy generates the lost turns of these episodes again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Stores the finished turns of running episodes: `turns/<claim>-<number>.jsonl`, each file with turns of many episodes.
+"""Stores the finished turns (generations of the policy) of running episodes: `turns/<claim>-<number>.jsonl`. After a
+crash, a new scheduler continues each episode from its last stored turn.
 
-A turn is one generation of the policy in an episode of several turns. After a crash, a new scheduler reads the stored
-turns, so that an episode continues from its last stored turn. A file may also contain snapshots of environments, from
-which episodes continue. The run's log does not name these files: a missing or damaged file only means that its turns
-are generated again.
-
-The first line of a file is the SHA-256 of the other lines, and each other line is a turn or a snapshot as JSON.
+Each file has turns of many episodes and snapshots of environments, one per line; the first line is the SHA-256 of the
+other lines. A missing or damaged file only means that its turns are generated again.
 """
 
 from __future__ import annotations

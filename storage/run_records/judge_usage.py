@@ -1,10 +1,6 @@
-"""Stores how much a judge (a language model that scores responses) has been used: `judge_usage/<section>.json` for each
-judge.
-
-After a restart, the reward actor (the Ray actor that scores responses) continues to count from the stored numbers, so
-that the token budget of a judge covers the whole run. The reward actor stores the numbers at intervals, so the last
-calls before the actor was killed may be missing. If the record is missing or damaged, the reward actor counts from
-zero.
+"""Stores how much a judge (a language model that scores responses) was used: `judge_usage/<section>.json` for each
+judge. A restarted reward actor continues to count from the stored numbers, so that the token budget of a judge covers
+the whole run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""Stores the recoveries of a run: one object, `recoveries/<n>.json`, for each time that a dead process was restarted
-and made progress again.
-
-The records of recoveries limit further restarts: a restarted supervisor reads from the records how often the processes
-of each role were restarted. The run's summary, `rollflow inspect` and MLflow show the recoveries of a run. Any process
-may append a recovery under the next free number; if another process has used that number first, the append tries the
-following number. A background thread stores the recoveries (see `Notes`), so that no restart of a process waits for
-storage. A damaged recovery is skipped.
+"""Stores the recoveries of a run: one object, `recoveries/<n>.json`, for each dead process that was restarted and made
+progress again. A restarted supervisor reads from these records how often each role was restarted, which limits further
+restarts. A background thread stores the records, so that no restart waits for storage.
 """
 
 from __future__ import annotations
@@ -28,11 +23,6 @@ POLL_SECONDS = 0.02
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """The record of a dead process's restart, up to the moment when the new process had made progress.
-
-    From the stored recoveries, the code in `flows/keepalive` decides whether a dead process is restarted once more or
-    the run fails. The class `RestartHistory` counts the restarts in all stored recoveries since a user started the run,
-    and `RestartBudget` adds this count to the restarts by the present supervisor process. Apart from `flows/keepalive`,
-    code that reads the stored recoveries only shows them to the user.
 
     The times in a recovery are seconds since the epoch, by the clock of the process that restarted the dead process.
     """

@@ -1,9 +1,6 @@
-"""Stores what happened in the sandboxes of a run, by kind of sandbox: one object, `sandboxes/<writer>.json`, for each
-supervisor that has read the figures from the run's actors.
-
-The figures are only shown to users. The figures of a process may be measured several times, even by several
-supervisors; the measurement with the most events counts. The sums therefore stay right if a measured process or a
-supervisor is restarted. What happens in a process after its last measurement is not counted.
+"""Stores counts of what happened in the sandboxes of a run: one object, `sandboxes/<writer>.json`, for each supervisor.
+The counts are only shown to users. If a process was measured several times, the measurement with the most events
+counts, so that the sums stay right after a restart.
 """
 
 from __future__ import annotations
@@ -54,11 +51,11 @@ class SandboxFigures:
 
     @property
     def events(self) -> int:
-        """A number that grows with everything that is counted."""
+        """The number of counted events, which grows with each measurement of a process."""
         return self.started + self.renewed + self.failures + self.programs + sum(self.replaced.values())
 
     def find_quantile(self, share: float) -> float | None:
-        """Return the wall seconds that the fraction `share` of the programs did not exceed, with an error of about 5%.
+        """Return the wall seconds that the fraction `share` of the programs did not exceed; the error is about 5%.
         Return None if no program has ended.
 
         Times below 1 ms count as 1 ms.

@@ -1,8 +1,5 @@
 """Stores a description of each version of a run's scorers: one object, `scorers/<section>/<version>.json`, for each
-scorer version.
-
-The reward actor (the Ray actor that scores responses) stores the descriptions of its scorers when the actor starts. The
-descriptions of scorers tell a user what the scorer versions in the rows of batches mean; no code reads them to decide
+version. The descriptions tell a user what the scorer versions in the rows of batches mean; no code reads them to decide
 anything.
 """
 

@@ -1,8 +1,7 @@
 """Stores how often second verdicts on responses differed from the first ones: `second_verdicts/<section>.json` for each
 scorer.
 
-The counts begin with the run and survive restarts of the reward actor (the Ray actor that scores responses). No
-decision of a run depends on these counts of second verdicts.
+The counts survive restarts of the reward actor (the Ray actor that scores responses).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Stores a user's request to end a run as `stop.json` in the run's storage, so that any machine that reaches the
-storage can end the run.
-
-The run's supervisor looks for a stop request about once a second. When a run is started or resumed, earlier stop
-requests are removed. A stop request loses no committed data, because a stopped run can be resumed from its storage.
+storage can end the run. The run's supervisor looks for a request about once a second. Starting or resuming a run
+removes earlier requests.
 """
 
 from __future__ import annotations
@@ -23,11 +21,7 @@ How = Literal["stop", "cancel"]
 class StopRequest:
     """A user's request to end a run: after the next policy version (`how` is "stop") or at once (`how` is "cancel").
 
-    The supervisor ends the run if it finds a stop request: `RunWatch` in `flows/keepalive/run_watch.py` reads the
-    request, and raises `RunEnded`.
-
-    The field `at` is the time of the request in seconds since the epoch, by which `take_back` recognises requests that
-    are older than the run's start.
+    The field `at` is the time of the request in seconds since the epoch.
     """
 
     how: How

@@ -1,8 +1,5 @@
 """Stores how long each weight update paused the inference engines: one object per policy version,
-`updates/<version>.json`.
-
-The rollout stage stores one such object for each policy version that the engines loaded; the engines may skip versions.
-Only `rollflow plan` reads the records of weight updates, to fit its simulation to a recorded run.
+`updates/<version>.json`. Only `rollflow plan` reads these records, to fit its simulation to a recorded run.
 """
 
 from __future__ import annotations
@@ -18,9 +15,6 @@ from rollflow.storage.objects.base import ObjectStore
 class Update:
     """The update of the inference engines to policy version `version`, for which the engines paused for
     `pause_seconds`.
-
-    The code of a run itself does not read the records of weight updates. Only `rollflow plan` reads the records of
-    weight updates, to fit its simulation to a recorded run.
 
     The engines resumed generation at `resumed_at` (seconds since the epoch, by the rollout stage's clock).
     """

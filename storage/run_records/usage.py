@@ -1,10 +1,6 @@
 """Stores the CPU seconds that the processes of a run have used: one object, `usage/<writer>.json`, for each process
-that measures.
-
-The CPU seconds are only shown to users, in the run's summary, in `rollflow compare` and in MLflow. The CPU time of a
-process may be measured several times, even by several measuring processes; the largest measurement counts. The sum of a
-role's CPU time stays right when a measured or a measuring process is restarted. The CPU time that a process uses after
-its last measurement is not counted.
+that measures. The numbers are only shown to users. If a process was measured several times, the largest measurement
+counts, so that the sums stay right after a restart.
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ class CpuCost(NamedTuple):
 
 @dataclass
 class CpuUsage:
-    """The CPU seconds of a run's processes, by the role of the process, such as learner. The CPU seconds of a run are
-    only shown to users; no code reads them to decide anything."""
+    """The CPU seconds of a run's processes, by the role of the process, such as learner."""
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 
