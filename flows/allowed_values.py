@@ -1,5 +1,5 @@
-"""Describes the allowed values of a configuration key in words, for documentation and error messages. The description
-of a key lists the allowed choices, or names the type of the value and its bounds. Values are written as TOML.
+"""Describes the allowed values of a configuration key in words, for documentation and error messages. Values are
+written as TOML.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads a recipe, the TOML file that describes one run, into the typed configuration tree of `tasks/run/config.py`.
 
-Imports pydantic only. Every error message of this module is one sentence with the key, its value and how to fix it.
+Imports pydantic only. Every error message is one sentence with the key, its value and the fix.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ SHIPPED_HARDWARE = Path(__file__).parent / "hardware"
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe (a TOML file that describes one run), apply the overrides (`key.path=value`), and check the
-    resulting configuration. The module `recipe_paths` defines what relative paths in a recipe are relative to.
+    resulting configuration.
 
     Raises:
-        ConfigError: the recipe is invalid. The error message has a sentence for each configuration key that must
-        change.
+        ConfigError: the recipe is invalid; the message names each key that must change.
     """
     tree = read_toml(path, "recipe")
     replaced = {override.partition("=")[0].strip() for override in overrides}
@@ -93,8 +92,7 @@ def _without_nulls(tree: Any) -> Any:
 
 
 def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
-    """Reject configuration values that are no longer allowed in new runs. `parse_config` accepts these values, because
-    older runs were recorded with them.
+    """Reject configuration values that are no longer allowed in new runs.
 
     Args:
         recorded: the recorded configuration of an existing run. Values that an existing run already has are accepted.
@@ -141,8 +139,7 @@ def load_hardware(path: Path) -> Hardware:
     that rollflow ships.
 
     Raises:
-        ConfigError: the hardware file is invalid. The error message has a sentence for each key of the file that must
-        change.
+        ConfigError: the hardware file is invalid; the message names each key that must change.
     """
     from rollflow.tasks.simulation.hardware import Hardware
 
@@ -307,9 +304,8 @@ def describe_error(
 def _place_refusal(place: str, error: ErrorDetails) -> str:
     """Return the error message for a rejected configuration value, with the complete dotted name of its key.
 
-    A scorer's section may be `reward`, `rewards.<name>` or a part of a composite scorer, but the scorer's own error
-    message always names a key as `reward.KEY` or `KEY`. Every other configuration section has only one place in a
-    recipe.
+    A scorer's error message names a key as `reward.KEY` or `KEY`, although the scorer's section may be elsewhere, such
+    as `rewards.<name>`.
     """
     if place.partition(".")[0] not in ("reward", "rewards"):
         return error["msg"]

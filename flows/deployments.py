@@ -1,15 +1,13 @@
 """Runs a Prefect runner, which serves rollflow's flows as deployments. Users start a deployment from the Prefect UI, or
 a schedule starts it.
 
-`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves the flows until the process is stopped.
-The Prefect runner asks for scheduled flow runs every second. With Prefect's default of ten seconds between such
-requests, the flows of a run would start late. A command such as `rollflow run` watches its own runner and restarts
-crashed runs. If no command watches a runner, Prefect automations restart crashed runs (see
+The runner of `rollflow run` serves six flows as deployments with the name of the run. The runner of `rollflow serve`
+serves the six flows with the name "rollflow", and one more deployment of `post-training` for each offered recipe. The
+runner asks for scheduled flow runs every second, because Prefect's default of ten seconds would start the flows of a
+run late. If no command watches the runner, Prefect automations restart crashed runs (see
 `registration/automations.py`).
 
-The runner of `rollflow run` serves six flows. The deployment of each flow has the name of the run. The runner of
-`rollflow serve` serves the six flows in deployments with the name "rollflow". For each recipe that rollflow ships or
-that `rollflow deploy` has added, the runner of `rollflow serve` serves one more deployment of the flow `post-training`.
+`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves the flows until the process is stopped.
 """
 
 from __future__ import annotations
@@ -151,8 +149,8 @@ async def serve(
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve each recipe that `rollflow deploy` adds while this Prefect runner is running. If a new recipe cannot be
-    served, report the failure and try again.
+    """Serve each recipe that `rollflow deploy` adds while this Prefect runner is running. A recipe that cannot be
+    served is reported and tried again.
     """
     seen, reported = _modified_at(), ""
     while True:

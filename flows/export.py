@@ -1,8 +1,6 @@
-"""Exports one policy version of a run as an ordinary Hugging Face model folder. An export reads only the run's storage.
-
-The exported weights are checked against the hashes in the run's log. In the exported folder, Hugging Face's
-`AutoTokenizer` gives the same tokens as in the run. An exported folder appears under its final name only after all its
-files are written.
+"""Exports one policy version of a run as an ordinary Hugging Face model folder. The weights are checked against the
+hashes in the run's log, and Hugging Face's `AutoTokenizer` gives the same tokens as in the run. The folder appears
+under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -89,8 +87,8 @@ def _read_policy_files(context: RunContext) -> dict[str, bytes]:
 
 
 def _read_prompts(context: RunContext) -> list[str]:
-    """Return the first `TEXTS` prompts of the run. If the prompts cannot be read, return none, because an export does
-    not need prompts.
+    """Return the first `TEXTS` prompts of the run. If the prompts cannot be read, return an empty list, because an
+    export does not need prompts.
     """
     try:
         prompts = context.prompts()

@@ -1,8 +1,5 @@
 """Writes `docs/configuration.md`, a Markdown page of all configuration keys of a recipe and of a hardware file. The
-page is generated from the configuration models.
-
-The page has one heading for each section and one row for each key. A test compares `docs/configuration.md` with the
-configuration models.
+page is generated from the configuration models, and a test compares both.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def attach_run(uri: str) -> RunContext:
 
 
 def await_run(uri: str) -> RunContext:
-    """Return the context of the run at `uri`. Reads and writes of this context wait while the storage does not
+    """Return the context of the run at `uri`. Reads and writes of the returned context wait while the storage does not
     answer.
     """
     unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)

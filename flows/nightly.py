@@ -117,8 +117,7 @@ def read_nightly(file: Path) -> Nightly:
     folder.
 
     Raises:
-        ConfigError: the nightly file is invalid. The error message has a sentence for each key of the file that must
-        change.
+        ConfigError: the nightly file is invalid; the message names each key that must change.
     """
     tree = read_toml(file, "nightly file")
     try:

@@ -1,8 +1,6 @@
-"""Finds the errors that would make a run fail, before any process is started.
-
-`rollflow check`, `run`, `sweep` and the Prefect deployments call `preflight`, so all of them reject the same recipes
-with the same message. `preflight` imports only the libraries that the recipe needs: reasoning-gym, transformers, or
-Ray.
+"""Finds the errors that would make a run fail, before any process is started. `rollflow check`, `run`, `sweep` and the
+Prefect deployments call `preflight`, so that all of them reject the same recipes with the same message. Only the
+libraries that the recipe needs are imported.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     contacted. `tell` is called with messages about the progress of the checks.
 
     Raises:
-        ConfigError: the run would fail. The error message says what the user must change in the recipe.
+        ConfigError: the run would fail; the message says what the user must change in the recipe.
     """
     check_new_run(config)
     check_own_parts(config)
@@ -144,7 +142,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
 
 
     Raises:
-        ConfigError: the run would fail. The error message says what the user must change in the recipe.
+        ConfigError: the run would fail; the message says what the user must change in the recipe.
     """
     check_new_run(config, context.config)
     check_own_parts(config)
@@ -193,7 +191,7 @@ def check_addresses(config: RunConfig, store: str) -> list[str]:
     configuration needs.
 
     Raises:
-        ConfigError: a service does not answer. The message names the service.
+        ConfigError: a service does not answer; the message names the service.
     """
     address, notes = config.cluster.address, list[str]()
     check_store_reach(store, address)

@@ -1,7 +1,5 @@
 """Prepares a run: checks the recipe, stores the policy and the prompts, and writes the first entry of the run's log.
-
-Writing the first entry of the log reserves the run id. If two commands prepare the same run id at the same time,
-neither overwrites the other's files.
+The first entry reserves the run id, so that two commands with the same run id cannot overwrite each other's files.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     """Create the run in its store. `tell` is called with progress messages and notes for the user.
 
     Raises:
-        ConfigError: the run would fail. The error message says what the user must change in the recipe.
+        ConfigError: the run would fail; the message says what the user must change in the recipe.
     """
     if is_number(run_id):
         raise ConfigError(
@@ -80,8 +78,7 @@ def _store_files(run: ObjectStore, prefix: str, files: Mapping[str, Data], run_i
     """Write the files of the policy or of the reward models to the run's storage, below `prefix`. Raise `ConfigError`
     if another command has written different files for the same run id.
 
-    Another command may be preparing a run with the same run id, or may have died while it wrote the policy. Without
-    this check, a run could use weights or a chat template that another command has written.
+    Without this check, a run could use the weights of another command that prepared the same run id.
     """
 
     def refusal_of(path: str) -> ConfigError:

@@ -1,8 +1,6 @@
-"""Lists the recipes that `rollflow serve` offers in the Prefect UI. The offered recipes are those that rollflow ships,
-and those that users deployed.
-
-`rollflow deploy FOLDER` adds the recipes of a folder to the offered recipes, and `rollflow nightly FILE` adds a nightly
-file. The deployed recipe folders and nightly files are listed in `deployed.json` in the run home.
+"""Lists the recipes that `rollflow serve` offers in the Prefect UI: the recipes that rollflow ships, and the recipes
+that users added with `rollflow deploy FOLDER` or `rollflow nightly FILE`. The file `deployed.json` in the run home
+lists the added folders and files.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Starts and watches the services that a command such as `rollflow run` needs: a Prefect server, a Ray cluster and a
 Prefect runner.
 
-A session is the set of services of one command. A session starts each service that the user does not provide, and stops
-the service when the command ends. Services that the user provides (`PREFECT_API_URL`, `cluster.address`, a running
-`rollflow serve`) are used and left running. The Prefect server belongs to the run home (rollflow's folder of local
-files), and stops with the last command that uses it. If a service of the session dies, the session restarts the service
-(`keepalive.services`). If the run's supervising flow run crashes, the session restarts the flow run
-(`keepalive.supervisor`).
+A session is the set of services of one command. A session starts each service that the user does not provide, restarts
+it if it dies, and stops it when the command ends. Services that the user provides (`PREFECT_API_URL`,
+`cluster.address`, a running `rollflow serve`) are left running. The Prefect server belongs to the run home (rollflow's
+folder of local files), and stops with the last command that uses it.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class Session:
 
     `page` is the address of the Prefect UI for the command's user. `login` is text for the user that says where to find
     the password of a private Prefect server. `environment` has the environment variables that a process needs to use
-    the services. If `rollflow serve` is running in this run home, the session uses the services of `rollflow serve` and
-    starts none.
+    the services.
     """
 
     deployment: str
@@ -86,11 +83,7 @@ class Session:
         return call_until_answered(submit)
 
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
-        """Yield the training run's status repeatedly until the run has ended.
-
-        While the status is followed, dead services (`keepalive.services`) and a crashed supervising flow run
-        (`keepalive.supervisor`) are restarted.
-        """
+        """Yield the training run's status repeatedly until the run has ended."""
         from rollflow.flows.keepalive.supervisor import SupervisorKeeper
 
         keeper = SupervisorKeeper(context, flow_run, self.service_keeper(context.config.recovery))
@@ -188,8 +181,7 @@ def open_session(
     """Start the services that the user does not provide, and serve the flows as deployments named `name`. All started
     services are stopped after the `with` block.
 
-    `spares` are the kinds of Ray worker processes that are started before an actor needs them. After a run has used a
-    worker process that was started in advance, `rollflow serve` starts a new one.
+    Worker processes of the kinds `spares` are started before an actor needs them.
     """
     place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)

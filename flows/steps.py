@@ -1,9 +1,6 @@
-"""Runs the steps of a supervising flow as Prefect tasks, which the flow run's page in Prefect shows as a graph.
-
-Each step of the supervising flow is a box in the graph. The box of a step shows the step's result, and follows the box
-of the previous step. Running work as a Prefect task does not change the result of the work. Prefect does not store the
-results of steps, so a restarted flow run repeats them. An unreachable or slow Prefect server does not delay a step,
-because Prefect sends the events of tasks in the background.
+"""Runs the steps of a supervising flow as Prefect tasks, which the flow run's page in Prefect shows as a graph. The box
+of a step shows the step's result. Prefect stores no results, so a restarted flow run repeats the steps. An unreachable
+Prefect server delays no step, because Prefect sends the events of tasks in the background.
 """
 
 from __future__ import annotations
@@ -133,8 +130,8 @@ def create_stand_in(client: SyncPrefectClient, name: str, key: str) -> UUID | No
     """Create a task run that stands for another flow run, and return its id. On the page of this flow run in Prefect,
     the other flow run is shown below this one.
 
-    Prefect's own function `run_deployment` links two flow runs by such a task run, too. Several calls with the same
-    `key` create only one task run. Outside a flow run, `create_stand_in` creates nothing and returns None.
+    Several calls with the same `key` create only one task run. Outside a flow run, nothing is created, and None is
+    returned.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None:

@@ -1,12 +1,10 @@
-"""Commits, reads and voids the trajectory batches of a run. Policy version b is trained on batch b to become policy
-version b + 1.
+"""Commits, reads and voids (revokes) the trajectory batches of a run. Policy version b is trained on batch b to become
+policy version b + 1.
 
-The commit of a batch writes the Arrow file first, then the log entry that names the file; without the log entry, the
-batch does not exist. A batch is voided by a log entry if the batch's file is damaged, or if a value in the batch or
-computed from the batch is not finite. A batch that a policy version was trained on is never voided. After a batch was
-voided, the prompts of its groups are issued again and the batch is formed again. Several log entries may commit a batch
-of the same number, so a batch is identified by the number and the log entry. The file of a voided batch stays in
-storage.
+A commit writes the Arrow file first, then the log entry that names the file; without the log entry, the batch does not
+exist. A batch is voided if its file is damaged or a value is not finite, but never after a version was trained on it.
+The prompts of a voided batch are issued again, and the batch is formed again, so several log entries may commit a batch
+of the same number.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ class TrajectoryStore:
 
         If earlier commits of the batch were voided, the list includes the groups that were discarded before them.
 
-        If a log entry cannot be read, the list of discarded groups of responses is incomplete. The list of discarded
-        groups of responses is used only for metrics and for display.
+        The list is incomplete if a log entry cannot be read, and is used only for metrics and display.
 
         Raises:
             Corrupt: log entry `entry` does not commit a batch.
@@ -141,7 +138,7 @@ class TrajectoryStore:
     def void(self, writer: Writer, number: int, why: str) -> bool:
         """Void batch `number` if the batch's file cannot be read; return whether the batch must be formed again.
 
-        The call may be repeated. A batch that was trained on or formed again meanwhile is not voided.
+        A batch that was trained on or formed again meanwhile is not voided.
         """
         waiting = self.find_waiting(number)
         if waiting is None or self._is_whole(waiting.file):

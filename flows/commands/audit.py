@@ -29,7 +29,7 @@ REPORT = TypeAdapter(AuditReport)
 
 def command(options: argparse.Namespace) -> int:
     """Audit the run and print the report, or repair the run's log. Return `FAILED` if the audit found a violation, or
-    if damage to the log was not repaired.
+    if the log is still damaged.
     """
     context = chosen_run(options)
     try:
@@ -64,8 +64,8 @@ def _describe_changed_code(context: RunContext) -> Sequence[str]:
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Return the anchor (number and hash of a log entry) that the user gives. If the user gives "mlflow" instead of an
-    anchor, return all anchors that are stored in the run's MLflow.
+    """Return the anchor (number and hash of a log entry) that the user gives. For "mlflow", return all anchors that are
+    stored in the run's MLflow.
     """
     if said != "mlflow":
         return [parse_anchor(said)]

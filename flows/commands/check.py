@@ -1,8 +1,6 @@
-"""Implements `rollflow check RECIPE`, which checks a recipe without starting a run.
-
-`rollflow check` rejects every recipe that `rollflow run` would reject, with the same error message. The command
-downloads nothing. With `--offline`, the command contacts no service. The command prints a note for each check that was
-skipped.
+"""Implements `rollflow check RECIPE`, which checks a recipe without starting a run. The command rejects every recipe
+that `rollflow run` would reject, with the same message, and prints a note for each check that was skipped. Nothing is
+downloaded; with `--offline`, no service is contacted.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def _check_apart(contexts: Sequence[RunContext]) -> None:
 
 
 def compared_table(runs: Sequence[ComparedRun]) -> Table:
-    """Build a table that compares runs, with one column for each run. The first rows of the table have the
-    configuration keys that differ. The other rows show the results, the costs and the idle share of each stage.
+    """Build a table that compares runs, with one column for each run. The first rows contain the configuration keys
+    that differ, and the other rows the results and costs.
     """
     table = Table(title=f"{len(runs)} runs", title_justify="left", box=SIMPLE)
     table.add_column("", overflow="fold", min_width=20)

@@ -1,10 +1,9 @@
 """Implements `rollflow doctor`, which shows what is installed on this machine, which services answer, and which
 inference engine a run would use.
 
-With `--settings FILE`, `rollflow doctor` checks a settings file, and contacts each service that the file names.
+With `--settings FILE`, the command checks a settings file, and contacts each service that the file names.
 
-`rollflow doctor` imports no large library, because it reads version numbers from package metadata. `rollflow doctor`
-limits every wait to a fixed time, and shows no secret.
+Every wait has a time limit, and no secret is shown.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Check:
 
 def run_checks(home: Path, settings: Settings | None = None) -> list[Check]:
     """Check everything that a run on this machine needs, including its folder for local files (`home`). If `settings`
-    is given, check the services that the settings file names, too.
+    is given, the services that the settings file names are also checked.
     """
     return [
         _check_python(),

@@ -1,6 +1,4 @@
-"""Implements `rollflow export`, which writes one policy version of a run as an ordinary Hugging Face model folder.
-`rollflow export` reads only the run's storage.
-"""
+"""Implements `rollflow export`, which writes one policy version of a run as an ordinary Hugging Face model folder."""
 
 from __future__ import annotations
 

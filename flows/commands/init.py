@@ -62,5 +62,5 @@ def _section_lines(section: Section, path: str) -> Iterator[str]:
 
 
 def _to_toml(value: Any) -> str:
-    """Return a value in TOML. The JSON text of a default is valid TOML, because no default is a non-empty table."""
+    """Return a value in TOML. JSON text is valid TOML here, because no default is a non-empty table."""
     return json.dumps(value, ensure_ascii=False)

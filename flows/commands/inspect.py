@@ -1,5 +1,5 @@
-"""Implements `rollflow inspect`, which shows a run, a policy version or a trajectory, and where it comes from.
-`rollflow inspect` reads only the run's storage.
+"""Implements `rollflow inspect`, which shows a run, a policy version or a trajectory, and where it comes from. The
+command reads only the run's storage.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _print_quarantined(context: RunContext, console: Console) -> None:
     state = context.log.state
     console.print(f"quarantined batches: {state.voids or 'none'}")
     if not state.voids:
-        return  # If no batch is quarantined (removed because it was damaged), the log need not be read.
+        return  # without a quarantined batch (a batch removed because of damage), the log need not be read
     for record in iterate_written(context.log, 0, state.n):
         if isinstance(body := record.entry.body, BatchVoided):
             file = context.batches.read_commit(body.entry).file.path

@@ -1,10 +1,9 @@
-"""Implements `rollflow plan`, which simulates on one machine how fast a recipe would train on other hardware. With
-`--gpus`, `rollflow plan` searches for the best split of the GPUs between rollout and training, and for the best limit
-on the age of samples (`async_ratio`, called alpha).
+"""Implements `rollflow plan`, which simulates on one machine how fast a recipe would train on other hardware.
 
-A search by `rollflow plan` prints the best candidates, and for each candidate a proven bound on the time of a train
-step. With `--write`, the search writes a recipe and a hardware file for the recommended plan. `rollflow plan --write`
-keeps the comments of the original recipe and hardware file. This module imports neither Ray nor torch.
+With `--gpus`, the command searches for the best split of the GPUs between rollout and training and the best limit on
+the age of samples (`async_ratio`). The best candidates are printed, each with a proven bound on the time of a train
+step. With `--write`, the recommended recipe and its hardware file are written. This module imports neither Ray nor
+torch.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ HEADINGS = (
 
 
 def command(options: argparse.Namespace) -> int:
-    """Simulate the recipe unchanged. With `--gpus`, search for the best plan and print it."""
+    """Simulate the recipe unchanged. With `--gpus`, also search for the best plan."""
     config = load_recipe(options.recipe, options.set)
     if options.gpus is None:
         _simulate(config, options)
@@ -60,8 +59,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _simulate(config: RunConfig, options: argparse.Namespace) -> None:
-    """Simulate the recipe on the given hardware. With `--from-run`, simulate the recipe on hardware that is fitted to a
-    recorded run, and compare the simulation with the run.
+    """Simulate the recipe on the given hardware. With `--from-run`, the hardware is fitted to a recorded run, and the
+    simulation is compared with the run.
     """
     outputs = Outputs.of(options.plot, options.json)
     if options.from_run is None:
@@ -152,9 +151,7 @@ def _console() -> Console:
 
 @contextmanager
 def _show_progress(most: int) -> Iterator[Callable[[int, CandidateOutcome], None]]:
-    """Show the progress of a search for the best plan on standard error. A terminal gets a progress bar; any other
-    output gets one line for each simulation.
-    """
+    """Show the progress of a search for the best plan on standard error."""
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:
         yield lambda count, one: console.print(
@@ -179,9 +176,7 @@ def _describe_outcome(one: CandidateOutcome) -> str:
 
 
 def build_table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
-    """Build a table of the best configurations that the search found. Synchronous training is always a row of the
-    table.
-    """
+    """Build a table of the best configurations that the search found."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
     )
@@ -300,8 +295,8 @@ def _describe_choice(planned: Plan, asked: PlanRequest) -> str:
 
 
 def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
-    """Return a sentence that says how much faster training would be with a larger limit on the age of samples (alpha),
-    if the number of responses in generation stays the same.
+    """Return a sentence that says how much faster training would be with a larger limit on the age of samples
+    (alpha).
     """
     return (
         f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.max_batches_ahead = "

@@ -1,15 +1,9 @@
-"""Implements `rollflow replay`, which repeats the training of published policy versions and compares the results.
-`rollflow replay` reads only the run's storage.
+"""Implements `rollflow replay`, which repeats the training of published policy versions and compares the weights.
 
-A replay does not use Ray, Prefect or an inference engine, and writes nothing. To replay a policy version, the version
-before it is restored and trained on the batch that the run's log names. Each weight file that the replay gives is
-compared with the published weight file.
-
-Each policy version is trained with the configuration that the run had at that version. A replay with the same number of
-training processes (ranks) as the run gives exactly the published weights. With a different number of ranks, gradients
-are added in a different order, so the weights differ by rounding. If the number of ranks differs, each policy version
-is trained from the published version before it, and must come close to its published weights (`replay_diff`). A policy
-version is skipped if its published weights, or the earlier weights that its replay needs, are not stored.
+Each version is trained from the version before it, on the batch and with the configuration that the run's log names.
+With the same number of training processes (ranks) as in the run, the weights are exactly equal. With another number of
+ranks, gradients are added in a different order, so the weights may differ by rounding (`replay_diff`). The command
+reads only the run's storage, and writes nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Implements `rollflow resume`, which continues a run that was stopped or has ended. `rollflow resume --set` changes
-the run's configuration before the run continues.
+"""Implements `rollflow resume`, which continues a run that was stopped or has ended. With `--set`, the run's
+configuration is changed first.
 """
 
 from __future__ import annotations

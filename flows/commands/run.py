@@ -74,8 +74,8 @@ def drive(context: RunContext) -> int:
 
 
 def _suggest_next_step(reason: str, uri: str) -> str:
-    """Return a sentence that says what the user can do after a run has failed. If the run failed because of an invalid
-    configuration, resuming it unchanged would fail again.
+    """Return a sentence that says what the user can do after a run has failed. Resuming unchanged would fail again if
+    the configuration is invalid.
     """
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
@@ -94,10 +94,9 @@ def _complete_summary(context: RunContext) -> dict[str, Any]:
 
 
 def _announce(context: RunContext, began: float) -> None:
-    """Write a status that says that the run is starting, and remove old stop requests. After this call, `rollflow stop`
-    can stop the run.
+    """Write a status that says that the run is starting, and remove old stop requests.
 
-    A storage error is ignored here, because the run itself waits for its storage later.
+    A storage error is ignored, because the run itself waits for its storage later.
     """
     with contextlib.suppress(Unreachable, StoreFailed):
         take_back(context.store, began)
@@ -117,7 +116,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                # An unchanged status is not stored again, so that the stored status ages during a storage failure.
+                # do not store an unchanged status again, so that the stored status ages during a storage failure
                 if status != kept:
                     save_last_status(run_home(), context.uri, status)
                     kept = status

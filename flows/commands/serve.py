@@ -75,8 +75,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _serve_in_background(options: argparse.Namespace) -> int:
-    """Start a background process that runs `rollflow serve` and restarts it after a crash. Wait until the servers
-    answer. If the servers are running already, print their addresses and start nothing.
+    """Start a background process that runs `rollflow serve` and restarts it after a crash; wait until the servers
+    answer. If the servers are already running, only their addresses are printed.
     """
     place, limit = run_home(), time.monotonic() + START_SECONDS
     while _is_begun(place) and time.monotonic() < limit:  # Wait for servers that another command is starting.
@@ -123,8 +123,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
-    """Return the ports and the database that the user requests for the servers. The requested ports and database are
-    stored in the run home for later starts of the servers.
+    """Return the ports and the database that the user requests for the servers.
 
     Raises:
         ConfigError: a port or the database cannot be used.

@@ -1,5 +1,5 @@
-"""Implements `rollflow status`, which shows the status of a run. `rollflow status --watch` shows the status until the
-run ends. `rollflow status --all` lists all runs of a store.
+"""Implements `rollflow status`, which shows the status of a run. With `--watch`, the status is shown until the run
+ends; with `--all`, all runs of a store are listed.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def _read_store(options: argparse.Namespace) -> StoredStatus:
 
 
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
-    """Print the last status of the run that this machine has seen, for the case that the run's storage does not
-    answer.
-    """
+    """Print the last status of the run that this machine has seen."""
     if options.run:
         seen = read_last_status(run_home(), locate_run(options.run, options.store or default_store()).uri)
     else:

@@ -1,7 +1,5 @@
-"""Implements `rollflow stop`, which ends a run after its next policy version, or immediately with `--now`.
-`rollflow stop` works on any machine that can write to the run's storage.
-
-`rollflow resume` continues a stopped run.
+"""Implements `rollflow stop`, which ends a run after its next policy version, or immediately with `--now`. The command
+works on any machine that can write to the run's storage. `rollflow resume` continues a stopped run.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class SupervisorGone(RollflowError):
 
 
 class ActorKeeper(Generic[Status]):
-    """Keeps one Ray actor alive until the actor's `run` method returns. See the module's docstring."""
+    """Keeps one Ray actor alive until the actor's `run` method returns."""
 
     def __init__(self, context: RunContext, watched: WatchedActor[Status], log: Callable[[str], None]) -> None:
         self.context, self.watched = context, watched

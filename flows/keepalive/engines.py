@@ -59,7 +59,7 @@ class _Engine:
 
 
 class Engines:
-    """All engines of a run. See the module's docstring."""
+    """All inference engines of a run."""
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         self.context, self._log = context, log
@@ -74,8 +74,8 @@ class Engines:
         self._evaluating = [_Engine(EVALUATION)] if own else []
 
     def start(self) -> None:
-        """Start all inference engines that are not running, in parallel. The method `start` returns as soon as one
-        inference engine is ready.
+        """Start all inference engines that are not running, in parallel. Return as soon as one inference engine is
+        ready.
         """
         for engine in (*self._engines, *self._evaluating):
             self._reconnect(engine)

@@ -24,9 +24,7 @@ class GpuShares:
 
 
 def gpu_shares(config: RunConfig) -> GpuShares:
-    """Return how many GPUs each inference engine and the learner get on the present nodes of the cluster. `divide_gpus`
-    has the rules.
-    """
+    """Return how many GPUs each inference engine and the learner get on the present nodes of the cluster."""
     return divide_gpus(config, cluster.node_gpus())
 
 

@@ -1,6 +1,5 @@
-"""Compares the resources that a run's Ray actors require with the resources of the cluster's nodes. If a required
-resource is missing but a new node may bring it, the user gets a note. If no node can bring a required resource, an
-error is raised.
+"""Compares the resources that a run's Ray actors require with the resources of the cluster's nodes. A missing resource
+that a new node may bring gives a note; a resource that no node can bring raises an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Starts a run's Ray actors before its Prefect flows start, so that each flow finds its actors running.
-
-Actors and flow processes spend most of their start on imports, so starting them in parallel saves time.
+"""Starts a run's Ray actors before its Prefect flows start. Starting actors and flows in parallel saves time, because
+both spend most of their start on imports.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Counts from a run's recovery records how often earlier processes restarted each part of the run.
+"""Counts from a run's recovery records how often earlier processes restarted each part of the run. These restarts still
+count against the limit, until a user starts or resumes the run.
 
-A keeper is an object that restarts a run's actors, engines or Prefect flows. When a keeper's process is restarted, its
-earlier restarts of actors, engines or flows still count against the limit. When a user starts or resumes a run, the
-earlier restarts of the run no longer count against the limit.
-
-A background thread reads the recovery records. The first restart waits for the recovery records, but at most
-`WAIT_SECONDS`. Until the storage answers, a keeper counts only the restarts that it made itself. A damaged record is
-skipped.
-
-A restart is recorded when its recovery is complete, that is, when the component works again. If a keeper dies before
-the recovery of a component is complete, the component's restart is not recorded.
+A background thread reads the records, and the first restart waits at most `WAIT_SECONDS` for them. A damaged record is
+skipped. A restart is recorded only when the component works again.
 """
 
 from __future__ import annotations
@@ -44,9 +37,7 @@ class PastRestarts:
 
 
 def reset_budgets(run: ObjectStore) -> None:
-    """Reset the run's limits on restarts, so that earlier restarts no longer count. `reset_budgets` is called when a
-    user or a schedule starts the run.
-    """
+    """Reset the run's limits on restarts, so that earlier restarts no longer count."""
     run.put(BEGUN, json.dumps({"at": time.time()}).encode())
 
 

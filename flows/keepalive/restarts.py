@@ -1,7 +1,5 @@
-"""Defines how often and after which pause a component of a run is restarted, and records the recoveries. A component is
-an actor, engine, Prefect flow or service.
-
-`Restarts` only decides. Other modules of this package watch and restart the components of a run. A restarted component
+"""Defines how often and after which pause a component of a run (actor, engine, Prefect flow or service) is restarted,
+and records the recoveries. Other modules of this package watch and restart the components. A restarted component
 continues from the run's storage, so a restart loses nothing that was committed.
 """
 

@@ -1,10 +1,9 @@
-"""Watches a run for its supervisor process. The stages (rollout, reward and train) are checked twice a second; the
-run's status is written and users' stop requests are read once a second.
+"""Watches a run for its supervisor process: checks the stages (rollout, reward and train) twice a second, and writes
+the run's status once a second.
 
-A user can end a run with `rollflow stop`, which writes a request to the run's storage, or by pausing the run's Prefect
-flow run. If a user has stopped or paused the run, this module raises `RunEnded`. `rollflow stop` ends the run after its
-next policy version. `rollflow stop --now` and a pause end the run immediately, and the work since its newest policy
-version is lost.
+A user ends a run with `rollflow stop`, or by pausing the run's Prefect flow run; this module then raises `RunEnded`.
+`rollflow stop` ends the run after its next policy version. `rollflow stop --now` and a pause end the run immediately,
+and the work since its newest version is lost.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ class RunWatch:
         self._watch_until(lambda: False)
 
     def heed_before(self) -> None:
-        """Raise `RunEnded` if a user asked to stop the run before its stages (rollout, reward and train) were started.
-
-        Raises:
-            RunEnded: the user ended the run.
+        """Raise `RunEnded` if a user asked to stop the run before its stages (rollout, reward and train) were
+        started.
         """
         with contextlib.suppress(Unreachable, OSError):
             if asked := read_request(self._writer.context.store):
@@ -85,7 +82,7 @@ class RunWatch:
             self._check_request()
             self._check_signal()
             self._answered = time.monotonic()
-        # A store in a folder raises OSError immediately; other stores raise Unreachable after retries.
+        # a store in a folder raises OSError immediately; other stores raise Unreachable after retries
         except (Unreachable, OSError):
             if time.monotonic() - self._answered > self._patience:
                 raise

@@ -1,11 +1,10 @@
-"""Starts and watches the three stages of a run (rollout, reward and train) for the run's supervisor process. A stage of
-a run consists of a Prefect flow run and a Ray actor.
+"""Starts and watches the three stages of a run (rollout, reward and train) for the run's supervisor process. A stage
+consists of a Prefect flow run and a Ray actor.
 
-A stage is restarted if the process of its flow run was killed (the flow run crashed), or if the flow has not restarted
-a lost actor for `UNATTENDED_SECONDS`. The new flow run of a restarted stage uses the Ray actors that are still alive.
-If a stage's flow run *failed*, the whole run ends. A restarted supervisor continues with the flow runs that the dead
-supervisor started for the stages, except flow runs that Prefect is cancelling. While the Prefect server does not
-answer, each flow run is assumed to be in its last known state.
+A stage is restarted if the process of its flow run was killed, or if the flow has not restarted a lost actor for
+`UNATTENDED_SECONDS`. The new flow run uses the actors that are still alive. If a stage's flow run *failed*, the whole
+run ends. A restarted supervisor continues with the flow runs that the dead supervisor started. While the Prefect server
+does not answer, each flow run is assumed to be in its last known state.
 """
 
 from __future__ import annotations
@@ -356,7 +355,7 @@ class Stages:
             self._log(f"the reward stage does not answer yet: {error}")
 
     def abandon(self) -> None:
-        """Cancel the flow runs of all stages and kill the run's Ray actors. This method is called after a failure."""
+        """Cancel the flow runs of all stages and kill the run's Ray actors."""
         try:
             with open_client() as client:
                 for stage in self.all.values():

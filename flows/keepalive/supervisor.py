@@ -1,11 +1,9 @@
-"""Follows a run for `rollflow run`. The run's status is read from its storage, and the state of its supervising flow
-run from the Prefect server.
+"""Follows a run for `rollflow run`: reads the run's status from its storage, and restarts its supervisor after a crash.
 
-The supervisor is the Prefect flow that starts and watches a run's stages (rollout, reward and train). A supervisor is
-restarted if its flow run *crashed*, because its process, its runner or its Ray cluster was killed. If the supervisor's
-flow run failed or was cancelled, the training run ends. If the supervisor's flow run is paused, `rollflow run` waits
-until a user resumes it. If the Prefect server or the storage is unreachable for a moment, the run is not affected,
-because the checks are repeated.
+The supervisor is the Prefect flow that starts and watches a run's stages. It is restarted if its process, its runner or
+its Ray cluster was killed. If the supervisor's flow run failed or was cancelled, the training run ends. If it was
+paused, `rollflow run` waits until a user resumes it. The run is not affected if the Prefect server or the storage is
+unreachable for a moment.
 """
 
 from __future__ import annotations
@@ -127,7 +125,6 @@ class SupervisorKeeper:
                 return status
             self._mark_crashed(f"it wrote no status for too long (phase: {status.phase})")
             return self._restart_supervisor(status)
-        # A dying supervisor may write that the run has ended, but only the state of its flow run counts.
         return replace(status, phase="ending") if status.ended else status
 
     def _note_progress(self, status: RunStatus, state: Any) -> None:
@@ -138,8 +135,7 @@ class SupervisorKeeper:
     def _is_stuck(self, status: RunStatus) -> bool:
         """Return whether the run's supervisor has written no new status for too long.
 
-        A supervisor writes the run's status once a second while it watches the stages. In other phases a supervisor
-        writes the run's status whenever a step makes progress. A step may wait until crashed actors are restarted.
+        A supervisor writes the run's status once a second while it watches the stages.
         """
         longest = self._patience if status.phase == "training" else self._patience + self._window
         return time.monotonic() - self._moved[1] > longest

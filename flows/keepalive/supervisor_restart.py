@@ -158,16 +158,14 @@ def follows_another(flow_run: UUID) -> bool:
     """Return whether a flow run was created because another flow run crashed. Return False for a flow run that a user
     or a schedule created.
 
-    The result is also False if a user has retried or resumed the flow run, which then runs for the second time.
+    A flow run that a user has retried or resumed counts as created by a user.
     """
     made = read_flow_run(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
 
 
 def list_successors(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
-    """Return the flow run `first` and its successors. The returned flow runs are ordered by their idempotency keys, not
-    by time.
-    """
+    """Return the flow run `first` and its successors."""
     after = {run.idempotency_key: run for run in attempts}
     found = [run for run in attempts if run.id == first]
     while found and (successor := after.get(f"after:{found[-1].id}")):

@@ -1,8 +1,5 @@
 """Opens the policy that a command evaluates or plays with: a version of a run, a Hugging Face folder, or the policy of
-a recipe.
-
-A policy version of a run is read only from the run's storage. A Hugging Face folder is prepared as for a new run: its
-files are copied to a temporary folder, with the data type of the recipe and with all end tokens.
+a recipe. The files of a Hugging Face folder are prepared in a temporary folder as for a new run.
 """
 
 from __future__ import annotations

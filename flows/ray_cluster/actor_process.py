@@ -1,6 +1,5 @@
-"""Looks up the process of a Ray actor: whether the actor is created, its process id and its CPU time.
-
-The functions of this module never call the actor itself, so they do not block if the actor hangs.
+"""Looks up the process of a Ray actor: whether the actor is created, its process id and its CPU time. The functions
+never call the actor itself, so they do not block if the actor hangs.
 """
 
 from __future__ import annotations

@@ -144,8 +144,7 @@ def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[
     """Kill the Ray actors with these names, and wait until the names can be used again; skip unknown names.
 
     Returns the names of the killed actors. The function waits for at most `deadline_seconds`, because a lost node may
-    never release an actor's name. If an actor's name is still taken afterwards, the next start of the actor calls this
-    function again.
+    never release an actor's name.
     """
     import ray
 

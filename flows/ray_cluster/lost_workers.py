@@ -22,8 +22,7 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND
 
-# environment variable that contains the folder with records of dead Ray workers; the module `ray_worker` repeats this
-# name
+# variable with the folder for records of dead Ray workers; the module `ray_worker` repeats this name
 FOLDER = "ROLLFLOW_LOST_WORKERS"
 WORKER = Path(__file__).with_name("ray_worker.py")
 READ = ".read"

@@ -1,6 +1,5 @@
 """Asks every node of a Ray cluster for its packages, clock and hardware, and reports faults that would make a run fail.
-
-Every wait is bounded. A node that does not answer, or has no rollflow, is reported as faulty without raising an error.
+A node that does not answer in time, or has no rollflow, is reported as faulty.
 """
 
 from __future__ import annotations

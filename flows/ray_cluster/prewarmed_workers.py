@@ -38,9 +38,6 @@ class PrewarmedWorkers:
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:
         """Prepare spare Ray workers for the raylet with process id `raylet` at `address`; `folder` stores the requests
         for workers.
-
-        If `kept` is true, a spare worker is replaced after a run has used it; otherwise each kind of actor gets a
-        single spare worker.
         """
         self._address, self._raylet, self._folder = address, psutil.Process(raylet), folder
         self._pause = AGAIN_SECONDS if kept else math.inf
@@ -49,7 +46,7 @@ class PrewarmedWorkers:
         folder.mkdir(parents=True, exist_ok=True)
 
     def look(self) -> None:
-        """Request missing spare workers. Most calls of `look` do nothing, so `look` may be called often."""
+        """Request missing spare workers. The method may be called often, because most calls do nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS or glob.glob("/dev/nvidia[0-9]*"):
             return

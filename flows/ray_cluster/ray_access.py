@@ -1,9 +1,6 @@
 """Checks whether a Ray cluster admits this machine: whether the token and TLS are accepted, and whether the cluster has
-a node on this machine.
-
-The checks of this module run before Ray connects, because Ray's own error comes after a minute and names neither the
-token nor the node. This module asks the Ray head for the cluster's id and nodes, with this process's token and TLS
-certificates.
+a node on this machine. These checks run before Ray connects, because Ray's own error comes after a minute and names
+neither the token nor the node.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Runs a node of a private Ray cluster: either the head (GCS and raylet), or an additional node (a raylet) that joins
 the head.
 
-The Ray node runs Ray's agents, but no dashboard, autoscaler, log monitor or client server. This process exits as soon
-as one of its child processes exits, because its owner watches only this process.
+The Ray node runs Ray's agents, but no dashboard, autoscaler, log monitor or client server. The process exits as soon as
+one of its child processes exits.
 
 This module uses Ray's private class `Node`, because the public command `ray start --block` has three faults (Ray 2.60).
 
-* `ray start` always starts the dashboard's process and a Ray client server. They double the CPU seconds of a start, and
-  need 180 MiB of memory and two open ports.
+* `ray start` always starts the dashboard's process and a Ray client server. The two processes double the CPU seconds of
+  a start, and need 180 MiB of memory and two open ports.
 * `ray start` keeps waiting if one of the node's processes ended with exit code 0 or by SIGTERM.
 * `ray start` cannot join a node to a head that listens on loopback only, because it replaces 127.0.0.1 by the machine's
   outside address. The environment variable `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` keeps 127.0.0.1, but then no node can

@@ -1,8 +1,5 @@
-"""Calls the Prefect API: a call ends within about twenty seconds, or raises `Unreachable`.
-
-A Prefect server that is down for a moment must not end a training run. Code that polls the Prefect server ignores
-`Unreachable` and polls again. Code that needs an answer from the Prefect server uses `call_until_answered`.
-
+"""Calls the Prefect API: a call ends within about twenty seconds, or raises `Unreachable`. A server that is down for a
+moment must not end a training run, so code that polls ignores `Unreachable`, and other code uses `call_until_answered`.
 Importing this module does not import Prefect.
 """
 

@@ -1,16 +1,10 @@
-"""Registers deployments with Prefect, without overwriting changes that a user made in the Prefect UI.
+"""Registers deployments with Prefect, without overwriting changes that a user made in the Prefect UI (Prefect's own
+upsert overwrites them).
 
-Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module follows
-three rules when a Prefect deployment is registered again.
-
-* The flag `paused` of a deployment is never sent to Prefect.
-* The parameters, description, tags, concurrency limit and schedules of a deployment are sent only if no user has
-  changed them since the last registration. The version field of a Prefect deployment contains a digest of each
-  registered value.
-* The entrypoint and the form of a deployment are always sent, because both depend only on the code.
-
-If a deployment has not changed, nothing is sent, so that Prefect keeps the flow runs that a schedule created in
-advance.
+The parameters, description, tags, concurrency limit and schedules of a deployment are sent only if no user has changed
+them since the last registration; the deployment's version field contains a digest of each registered value. The
+entrypoint and the form are always sent, because they depend only on the code. If nothing has changed, nothing is sent,
+so that Prefect keeps the flow runs that a schedule created in advance.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Writes the file `prefect.yaml`, which defines deployments of recipes for a work pool on the user's own Prefect
 server.
 
-The name of each deployment in `prefect.yaml` ends with the work pool's name. If the deployments of `rollflow serve` had
-the same names, its runner would take flow runs away from the pool's workers. A run on a work pool starts its flows for
-rollout, reward and training on the same pool.
-
-The work pool's workers import rollflow as an installed package, so rollflow must be installed on their machines.
-`prefect.yaml` contains a pull step without effect, because `prefect deploy` would otherwise add a step that takes every
-entrypoint for a file path.
+Each deployment's name ends with the work pool's name, so that the runner of `rollflow serve` does not take its flow
+runs. A run on a work pool starts its flows for rollout, reward and training on the same pool. rollflow must be
+installed on the machines of the pool's workers. The file contains a pull step without effect, because `prefect deploy`
+would otherwise add a step that takes every entrypoint for a file path.
 """
 
 from __future__ import annotations

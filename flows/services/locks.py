@@ -1,5 +1,5 @@
 """Locks files in the run home (rollflow's folder of local files), so that only one process at a time does a task. The
-kernel releases a file lock when the last process that holds the lock ends, even if the process is killed.
+kernel releases a lock when the last process that holds it ends, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def take(file: Path, *, shared: bool = False) -> int | None:
 
 
 def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | None:
-    """Lock a file, retrying for `seconds` while another process holds the lock. A process that only tests whether a
-    file is locked releases the lock within `PROBE_SECONDS`.
-    """
+    """Lock a file, retrying for `seconds` while another process holds the lock."""
     limit = time.monotonic() + seconds
     while (held := take(file, shared=shared)) is None and time.monotonic() < limit:
         time.sleep(POLL_SECONDS)

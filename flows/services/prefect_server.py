@@ -1,15 +1,9 @@
 """Runs a command of Prefect, such as `server start`, with Python's garbage collection in a separate thread.
 
-Without a separate thread for garbage collection, a Prefect server on SQLite can block for a minute when several flows
-start at once.
-
-* A connection to SQLite has its own thread and waits for the database's lock for up to 60 seconds.
-* Python runs the garbage collector in whichever thread allocates memory. If the event loop's thread frees a cursor of
-  the waiting SQLite connection, the event loop blocks until this connection is done.
-* The transaction that holds the database's lock needs the event loop to finish, so both wait for each other.
-
-If a separate thread collects garbage, only this thread blocks, and the event loop can finish the transaction. A Prefect
-server on PostgreSQL does not need a separate thread for garbage collection.
+Without this thread, a Prefect server on SQLite can block for a minute when several flows start at once. If the event
+loop's thread frees a cursor of a SQLite connection that waits for the database's lock, the event loop blocks; but the
+transaction that holds the lock needs the event loop to finish. A separate collector thread can block without stopping
+the event loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Finds the address of the user's own Prefect server in `PREFECT_API_URL` or in the active Prefect profile.
-
-This module does not import Prefect, because importing Prefect takes seconds.
+"""Finds the address of the user's own Prefect server in `PREFECT_API_URL` or in the active Prefect profile. This module
+does not import Prefect, because the import takes seconds.
 """
 
 from __future__ import annotations

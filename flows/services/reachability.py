@@ -1,8 +1,6 @@
-"""Checks that the services in a run's config answer, by HTTP requests and sockets, within a bounded time.
-
-Each function `check_*` returns if the service answers, and otherwise raises `ConfigError` within about ten seconds. The
-message of `ConfigError` is one sentence with the config key, its value (without user names, passwords and query) and
-the fix. This module imports neither Prefect nor Ray nor MLflow.
+"""Checks that the services in a run's config answer, by HTTP requests and sockets. Each function `check_*` returns or
+raises `ConfigError` within about ten seconds. The message is one sentence with the config key, its value (without
+secrets) and the fix. This module imports neither Prefect nor Ray nor MLflow.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Ensures by a file lock that only one command (`rollflow run` or `rollflow resume`) at a time manages a run.
-
-Two commands that manage the same run would serve Prefect deployments of the same name, and the first to end would
-delete the deployments of both. The kernel releases the file lock when the process that holds it ends, even if the
-process is killed. The file lock does not cover commands in different run homes. If commands in different run homes
-manage the same run, the command that last recorded its claim in the run's log continues.
+"""Ensures by a file lock that only one command (`rollflow run` or `rollflow resume`) of a run home at a time manages a
+run. Two commands with the same run would serve Prefect deployments of the same name, and the first to end would delete
+both. Across run homes, the command that last recorded itself in the run's log continues.
 """
 
 from __future__ import annotations

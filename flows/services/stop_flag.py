@@ -10,8 +10,8 @@ STEP_SECONDS = 0.1
 class StopFlag:
     """A flag like `threading.Event` that a signal handler can set, because it has no lock.
 
-    A signal handler interrupts the main thread at any point, also while the main thread waits. The lock of a
-    `threading.Event` may be held while a handler runs, so `Event.set` in a handler could wait forever.
+    The lock of a `threading.Event` may be held when a signal handler interrupts the thread, so `Event.set` in a handler
+    could wait forever.
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,7 @@ START = "%(asctime)s.%(msecs)03dZ | %(levelname)-7s | "
 
 
 class UtcLines(PrefectFormatter):
-    """A formatter of log lines: Prefect's own formatter with the time in UTC. Prefect's logging config refers to this
-    class by its import path.
-    """
+    """A formatter of log lines: Prefect's own formatter with the time in UTC."""
 
     converter = time.gmtime  # type: ignore[assignment] # as the documentation of `logging` says
 

@@ -1,9 +1,7 @@
-"""Writes a run's anchors to tags of its MLflow run and to a Prefect artifact, so that an attacker who can change the
-run's storage cannot change them. An anchor is the number and the hash of an entry in the run's log.
-
-Anchors are written when the supervising flow run starts, after each block of policy versions, and at the end of the
-run. An anchor proves that its log entry and all earlier entries are unchanged. If the run is killed, the anchors that
-were written before stay valid.
+"""Writes a run's anchors to its MLflow run and to a Prefect artifact, so that somebody who can change the run's storage
+cannot change them. An anchor is the number and the hash of a log entry, which proves that this entry and all earlier
+entries are unchanged. Anchors are written at the start of the supervising flow run, after each block of policy
+versions, and at the end.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:
     """Write the anchors (number and hash) of log entry 0 and of the newest log entry to MLflow and to the run's page in
     Prefect, in the background.
-
-    If the storage cannot be read, the anchor of log entry 0 is left out, because later anchors prove this entry, too.
     """
     with contextlib.suppress(RollflowError, OSError):
         first = first_anchor(context.store)

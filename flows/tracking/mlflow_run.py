@@ -1,9 +1,6 @@
-"""Finds or creates the MLflow run of a training run, and writes to it. Each function of this module may raise the
-errors of MLflow's client.
-
-All training runs of one recipe are in one MLflow experiment. A study (`tracking.study`) is a set of compared training
-runs, for example a sweep. In MLflow, a study is the parent run of its runs. If it is unknown whether MLflow has
-received a run's description or result, the description or result is logged again. Logging it twice does no harm.
+"""Finds or creates the MLflow run of a training run, and writes to it. All training runs of one recipe are in one
+MLflow experiment, and a study (`tracking.study`, a set of compared runs) is their parent run. Each function may raise
+the errors of MLflow's client. A description or result may be logged twice, which does no harm.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ class MetricPoint:
     """The metrics of one policy version, one evaluation or one recovery from a crash. `marker` says whether the point
     belongs to a policy version, an evaluation or a recovery.
 
-    The step number of a logged metric is the number of its policy version (or recovery). From the step numbers in
-    MLflow, a resumed run finds which metrics were logged.
+    The step number of a logged metric is the number of its policy version (or recovery).
     """
 
     marker: str

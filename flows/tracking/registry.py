@@ -1,7 +1,5 @@
-"""Registers trained policies in MLflow's model registry, and marks the best policy of each recipe with an alias.
-
-The source of a registered model version is the folder of its exported weights. The tags of a registered model version
-name its training run and its evaluation.
+"""Registers trained policies in MLflow's model registry, and marks the best policy of each recipe with an alias. The
+source of a model version is the folder of its exported weights, and its tags name its training run and its evaluation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Writes a run's status once a second to `status.json`, which users see, and logs its metrics to MLflow, where runs are
-compared.
-
-The status and the metrics are computed from the run's log and from the status of each stage (rollout, reward and
-train). No decision of rollflow depends on `status.json` or on MLflow.
+"""Writes a run's status once a second to `status.json`, and logs its metrics to MLflow. Both are computed from the
+run's log and from the status of each stage (rollout, reward and train). No decision of rollflow depends on them.
 """
 
 from __future__ import annotations

@@ -1,22 +1,13 @@
 """Logs a training run to MLflow: its configuration, its metrics by policy version, and the reward plot.
 
-The prefix of a metric's name says where the metric comes from. In a metric's name, `rollout/` stands for a batch's
-trajectories, `train/` for the train step, `eval/` for held-out prompts, and `reward/` for the reward actor. Metrics
-with the prefix `system/` measure time and discarded work. Metrics with the prefix `recovery/` measure restarts after
-crashes. The step number of a `recovery/` metric is the number of the restart. The final results of a run are tags of
-its MLflow run (`final.accuracy`, ...).
+The prefix of a metric's name says where the metric comes from: `rollout/` for a batch's trajectories, `train/` for the
+train step, `eval/` for held-out prompts, `reward/` for the reward actor, `system/` for time and discarded work, and
+`recovery/` for restarts after crashes. Final results are tags (`final.accuracy`, ...).
 
-* Logging to MLflow never delays or ends a training run. Every method of `Tracker` except `flush` and `finish` returns
-  immediately. One background thread imports MLflow, connects to it, and writes the metrics of many policy versions in
-  one call.
-* A failure of MLflow is appended to the tracker's `warnings` and counted in `failures`. Metrics that could not be
-  written to MLflow are written together with the next metrics.
-* The methods `flush` and `finish` of `Tracker` wait for pending data, but only until a deadline.
-* No metric is logged twice. When the MLflow run is opened, the last logged policy version is read from MLflow, and
-  earlier versions are not logged again. The function `missed` returns the metrics of policy versions that were not
-  logged.
-
-Callers log a policy version only after it is committed to the run's storage.
+Logging never delays or ends a training run: a background thread imports MLflow and writes the metrics, and every method
+of `Tracker` except `flush` and `finish` returns immediately. A failure of MLflow is added to `warnings`, and the
+metrics are written later together with the next ones. No metric is logged twice, because the last logged version is
+read from MLflow when the MLflow run is opened.
 """
 
 from __future__ import annotations
@@ -253,8 +244,8 @@ class Tracker:
 
 
 def import_early() -> None:
-    """Import the modules that a tracker with a local MLflow database needs. A process imports them before it is forked,
-    so that its forks start faster.
+    """Import the modules that a tracker with a local MLflow database needs. Called before a process is forked, so that
+    its forks start faster.
     """
     with contextlib.suppress(ImportError):  # The tracker reports the failed import later.
         for module in ("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"):

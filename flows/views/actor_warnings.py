@@ -1,8 +1,5 @@
-"""Logs the warnings of a run's Ray actors in the log of the supervising Prefect flow run. Each warning of an actor is
-logged once, and without secrets.
-
-A restarted Ray actor is a new process, whose warnings are numbered from 1 again. If the supervising flow run is
-restarted, the new flow run logs the newest warnings again.
+"""Logs the warnings of a run's Ray actors in the log of the supervising Prefect flow run. Each warning is logged once,
+and without secrets. A restarted flow run logs the newest warnings again.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def tokens_line(report: AuditReport) -> str:
 def scorer_lines(report: AuditReport) -> list[str]:
     """Return a line of text for each prompt domain that says which versions of the domain's scorer gave the rewards.
 
-    Several versions of a scorer are not a violation. For example, the run may have been resumed after the scorer's code
-    had changed, or different rows of a prompt file may name different scorers.
+    Several versions appear, for example, if the run was resumed after the scorer's code had changed.
     """
     return [
         f"scorer of {domain}: "

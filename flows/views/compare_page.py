@@ -1,8 +1,6 @@
-"""Writes a comparison of runs as one HTML file. The page with the comparison loads nothing, runs no script and works
-with a screen reader.
-
-Each chart is an SVG picture with a text that describes it. A curve has at most `SHOWN` points, so that the page of a
-long run stays small. Each point of a curve is the mean of neighbouring policy versions.
+"""Writes a comparison of runs as one HTML file, which loads nothing, runs no script and works with a screen reader.
+Each chart is an SVG picture with a description. A curve is thinned to at most `SHOWN` points, so that the page of a
+long run stays small.
 """
 
 from __future__ import annotations
@@ -88,8 +86,8 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _label_group(group: Sequence[ComparedRun]) -> str:
-    """Return the label of a group of runs that differ only in their seed. The label of the group counts different
-    seeds. If two runs of the group have the same seed, the label counts runs.
+    """Return the label of a group of runs that differ only in their seed. The label counts the different seeds, or the
+    runs if two runs have the same seed.
     """
     own = {run.config.get("seed") for run in group}
     what = "seed" if len(own) == len(group) else "run"
@@ -136,7 +134,7 @@ def _build_band(label: str, colour: str, dash: str, curves: Sequence[VersionCurv
 
 
 def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """Reduce a curve to at most `SHOWN` points. Each point is the mean of neighbouring points."""
+    """Reduce a curve to at most `SHOWN` points."""
     if len(x) <= SHOWN:
         return x, y
     parts = np.array_split(np.arange(len(x)), SHOWN)

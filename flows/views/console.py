@@ -1,10 +1,6 @@
-"""Shows a run on the console. A terminal gets a live view, any other output gets plain lines, and both get the closing
-summary.
-
-A view draws only the status that is passed to `show(status)`. The thread of a view ends with the view's `with` block. A
-view raises no error for an unusual value, such as an unknown stage, a missing reward or an empty buffer. The last
-status of the run stays visible when the view ends. `PlainView` writes at most one line every `every_seconds`, and only
-if the run's status has changed. A new phase of the run, a new held-out accuracy or a message is written immediately.
+"""Shows a run on the console: a live view on a terminal, plain lines on any other output, and the closing summary on
+both. A view draws only the status that is passed to `show(status)`, and raises no error for an unusual value.
+`PlainView` writes at most one line every `every_seconds`, but a new phase, accuracy or message immediately.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Stores in the run home the last status of each run that this machine has seen. The stored status is shown if the
-run's own storage does not answer.
-
-The run home (rollflow's folder of local files) has one small status file for each run, whose name is a hash of the
-run's address. Each command that shows a run's status updates the local status file of this run.
+"""Stores in the run home (rollflow's folder of local files) the last status of each run that this machine has seen. The
+stored status is shown if the run's own storage does not answer. Each run has a small file, whose name is a hash of the
+run's address.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Finds policy versions in which nothing was learned, because every advantage in the training batch was 0.
-
-The metrics are read from the run's log, so that a live view, a summary and a resumed run show the same counts.
+"""Finds policy versions in which nothing was learned, because every advantage in the training batch was 0. The metrics
+come from the run's log, so that all views show the same counts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Writes the artifacts on a run's page in Prefect: tables of the progress and of the sandboxes, links, and
-the reward plot.
-
-One background thread sends all requests to Prefect, so only the method `close` waits for Prefect. An unreachable
-Prefect server, or a rejected request, is logged only once. After a failed request, the next update writes the whole
-progress table.
+"""Writes the artifacts on a run's page in Prefect: tables of the progress and of the sandboxes, links, and the reward
+plot. A background thread sends the requests, so only the method `close` waits for Prefect. A failed request is logged
+only once, and the next update writes the whole table.
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ class Page:
         """Show the reward plot (PNG). The picture of the plot is embedded in the artifact, because Prefect's page
         cannot read a file.
         """
-        # Use a Markdown artifact, because below an artifact of the kind "image" the page prints the whole address.
+        # a Markdown artifact, because below an artifact of the kind "image" Prefect prints the whole address
         text = base64.b64encode(picture.read_bytes()).decode()
         drawn = f"![The plot is reward.png in the run's storage](data:image/png;base64,{text})"
         self._show("reward", "markdown", drawn, "Reward and held-out accuracy by version")

@@ -1,7 +1,5 @@
-"""Removes secrets from a run's configuration before the configuration is shown.
-
-User names, passwords and queries are removed from addresses. Configuration keys whose names indicate a secret are left
-out.
+"""Removes secrets from a run's configuration before the configuration is shown: user names, passwords and queries in
+addresses, and keys whose names indicate a secret.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Computes from a run's log for how long the run was paused, stopped or down between two policy versions.
 
-When a run is resumed, first its new supervisor and then each stage (such as rollout) adds a log entry by which it
-claims its role. A pause begins with the last training batch or policy version before the log entry of the new
-supervisor. A pause ends with the last log entry by which a stage claims its role before the next training batch or
-policy version. Time that a stopped stage had spent on unfinished work counts as pause, because the log does not show
-it. A restart of one stage alone does not count as a pause.
-
-Only log entries around the claims of roles are read, so the cost grows with the number of claims.
+A pause begins with the last batch or policy version before a new supervisor's log entry. It ends when the last stage
+has taken its role again. Work that a stopped stage had not finished counts as pause, because the log does not show it;
+a restart of one stage alone is no pause. The cost grows with the number of restarts only, because no other log entries
+are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Computes the progress of a run from its log, for the live view, MLflow and the summary.
-
-The cost of an update of the progress does not grow with the run's length. Totals are part of the log's state, so only
-new policy versions are read.
+"""Computes the progress of a run from its log, for the live view, MLflow and the summary. An update reads only new
+policy versions, so its cost does not grow with the run's length.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Defines the status of a run. The live view and `rollflow status` show the status of a run, and `status.json` stores
-it.
-
-`RunStatus.from_json` reads what `RunStatus.to_json` has written. `from_json` ignores unknown keys, so that an older
-rollflow can show a newer run.
+"""Defines the status of a run, which the live view and `rollflow status` show and `status.json` stores. Unknown keys in
+`status.json` are ignored, so that an older rollflow can show a newer run.
 """
 
 from __future__ import annotations
@@ -137,9 +134,7 @@ def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus 
 
 
 def record_end(context: RunContext, phase: Phase, why: str) -> None:
-    """Store in `status.json` that the run has ended, unless this is stored already. An error of the storage is
-    ignored.
-    """
+    """Store in `status.json` that the run has ended, unless this is stored already."""
     with contextlib.suppress(RollflowError, OSError):
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         if not last.ended:

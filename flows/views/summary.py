@@ -39,8 +39,8 @@ def summarize(
     """Write the run's summary to its storage, and return the summary.
 
     `report` is the report of the run's audit, and `idle` has the share of time in which each stage of the run was idle.
-    `rollout` is the last status of the rollout actor. The shares of time in `rollout` cover the whole run. `pages` has
-    the addresses of the run's pages in Prefect and MLflow.
+    `rollout` is the last status of the rollout actor. `pages` has the addresses of the run's pages in Prefect and
+    MLflow.
     """
     summary = {**_collect(context, report), **_measure(idle, rollout), **pages}
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())

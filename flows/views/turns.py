@@ -1,7 +1,6 @@
-"""Splits a trajectory into parts: the prompt, the turns of the policy, and what the environment wrote between them.
-
-A part of a trajectory ends where the value of the loss mask changes, and where a turn starts. If a run did not record
-where turns start, two turns without environment tokens between them form one part of the trajectory.
+"""Splits a trajectory into parts: the prompt, the turns of the policy, and what the environment wrote between them. A
+part ends where the value of the loss mask changes, and where a turn starts. In runs that did not record where turns
+start, two adjacent turns form one part.
 """
 
 from __future__ import annotations

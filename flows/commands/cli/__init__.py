@@ -1,8 +1,5 @@
-"""Runs the `rollflow` command line. The module parses the options, runs the command, and prints any error as one
-sentence to standard error.
-
-Few modules are imported here, so that `rollflow --help` is quick. The module of each command imports the libraries that
-the command needs.
+"""Runs the `rollflow` command line: parses the options, runs the command, and prints any error as one sentence to
+standard error. Each command's module imports the libraries that the command needs, so that `rollflow --help` is quick.
 """
 
 from __future__ import annotations
@@ -63,8 +60,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _prepare_environment(options: argparse.Namespace) -> None:
-    """Apply the installation's settings file, if the user gave one. If the command starts services, check the
-    environment variables, too.
+    """Apply the installation's settings file, if the user gave one. Commands that start services also check the
+    environment variables.
     """
     from rollflow.flows.locations import run_home
     from rollflow.flows.services.variables import bypass_proxies, check_variables, create_home, give_home
@@ -105,7 +102,7 @@ def _open_streams() -> None:
 
 def _escape_unprintable() -> None:
     """Make the standard streams escape characters that the terminal's encoding cannot represent. Services that this
-    process starts are not affected, because they write to files.
+    process starts write to files, so they are not affected.
     """
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):

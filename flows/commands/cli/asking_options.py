@@ -25,10 +25,8 @@ def add_asking(commands: Commands) -> None:
     )
     add_recipe_arguments(play)
     player = play.add_mutually_exclusive_group()
-    player.add_argument(
-        "--random", action="store_true", help="let a random policy play, which draws each token at random"
-    )
-    player.add_argument("--run", metavar="RUN", help="let a policy version of this run, or a Hugging Face folder, play")
+    player.add_argument("--random", action="store_true", help="let a policy play that draws each token at random")
+    player.add_argument("--run", metavar="RUN", help="let a version of this run, or a Hugging Face folder, play")
     player.add_argument("--endpoint", metavar="URL", help="let a model behind this OpenAI-compatible endpoint play")
     play.add_argument("--version", type=int, metavar="V", help="policy version of --run (default: the newest)")
     add_store_argument(play, "the run of --run")

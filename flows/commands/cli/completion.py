@@ -20,9 +20,7 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script for bash or zsh. The zsh script uses zsh's support for bash completion. With the
-    completion script, the shell completes a file name where no command or option fits.
-    """
+    """Return the completion script for bash or zsh. The zsh script uses zsh's support for bash completion."""
     (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     words = {verb: _options(command) for verb, command in commands.items()} | {"--completion": "bash zsh"}
     cases = [f'    *:{verb}) words="{completed}" ;;' for verb, completed in words.items()]

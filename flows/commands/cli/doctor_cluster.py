@@ -49,9 +49,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
-    """Return the configuration of the recipe that the user names, or the default configuration. The values of
-    `--settings` and `--set` override the configuration.
-    """
+    """Return the configuration of the recipe that the user names, or the default configuration."""
     overrides = [*getattr(getattr(options, "settings", None), "overrides", ()), *options.set]
     return load_recipe(options.cluster, overrides) if options.cluster.name else override_config({}, overrides)
 

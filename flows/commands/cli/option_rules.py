@@ -1,6 +1,4 @@
-"""Checks rules of the command line that argparse cannot express, for example that two options exclude each other or
-that one option needs another.
-"""
+"""Checks rules of the command line that argparse cannot express, for example that one option excludes another."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ def check_earlier_name(arguments: Sequence[str]) -> None:
 
 
 def move_version(options: argparse.Namespace) -> None:
-    """Move a number that the user gave in place of a run: it names a policy version or trajectory of the newest run. A
-    run id is never a number.
+    """Move a number that the user gave in place of a run, because a number names a policy version or trajectory of the
+    newest run.
     """
     second = SECOND.get(options.verb)
     if second is None or not options.run or getattr(options, second) is not None:

@@ -131,7 +131,7 @@ def _add_run_ends(commands: Commands) -> None:
     )
     add_run_argument(stop)
     stop.add_argument("--now", action="store_true", help="end the run at once; unfinished work is repeated on resume")
-    stop.add_argument("--no-wait", action="store_true", help="return at once and do not wait for the end of the run")
+    stop.add_argument("--no-wait", action="store_true", help="return at once, before the run has ended")
 
 
 def _add_watching(commands: Commands) -> None:

@@ -17,14 +17,14 @@ class HelpFormat(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses the arguments of one command. Options may stand between positional arguments, as in `inspect one --json
-    7`.
+    """Parses the arguments of one command. Options may stand between positional arguments, as in `rollflow inspect one
+    --json 7`.
     """
 
     _mixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._mixed:  # This call comes from `parse_known_intermixed_args`.
+        if self._mixed:  # `parse_known_intermixed_args` makes this call
             return super().parse_known_args(args, namespace)
         self._mixed = True
         return self.parse_known_intermixed_args(args, namespace)
@@ -59,9 +59,7 @@ class Commands:
 
 
 class PrintVersion(argparse.Action):
-    """Prints rollflow's version. The version is looked up only when a user asks for it, because the lookup takes
-    time.
-    """
+    """Prints rollflow's version. The version is looked up only on request, because the lookup takes time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version

@@ -20,8 +20,7 @@ def load_prices(path: Path) -> Prices:
     """Read and check a file of prices of machines and storage.
 
     Raises:
-        ConfigError: the file of prices is invalid. The error message has a sentence for each key of the file that must
-        change.
+        ConfigError: the file of prices is invalid; the message names each key that must change.
     """
     tree = read_toml(path, "file of prices")
     try:

@@ -1,7 +1,6 @@
 """Implements `rollflow log --processes`, which prints the log lines that a run's processes wrote on this machine.
-
-A `rollflow run` that starts its own services writes one log file for its run. `rollflow serve` writes one log file for
-all runs, and `rollflow log` prints only the lines of the given run.
+`rollflow run` writes one log file for its run; `rollflow serve` writes one file for all runs, of which only the lines
+of the given run are printed.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ LINE_SECONDS = 10.0  # Seconds between two lines of progress if the output is no
 
 @contextmanager
 def show_progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a text as the present progress. On a terminal, one line changes in place; its first
-    text is `first`. Any other output gets a new line every few seconds.
+    """Yield a function that shows a text as the present progress. On a terminal, one line changes in place; any other
+    output gets a new line every few seconds.
     """
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:

@@ -1,8 +1,6 @@
-"""Implements `rollflow evaluate RUN|FOLDER RECIPE`, which measures a policy on the held-out prompts of a recipe.
-
-The recipe's evaluation engine runs in this process. The recipe's environment and scorers are used as in an evaluation
-of a run. The command writes nothing to the run. If the recipe names an MLflow server (`tracking.uri`), the results are
-logged there as a separate MLflow run.
+"""Implements `rollflow evaluate RUN|FOLDER RECIPE`, which measures a policy on the held-out prompts of a recipe. The
+recipe's environment, scorers and evaluation engine are used as in an evaluation of a run, and nothing is written to the
+run. Results are logged to the recipe's MLflow server (`tracking.uri`), if there is one.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def choose_samples(config: RunConfig, samples: int | None) -> int:
     """Return the number of responses to each prompt.
 
     Raises:
-        ConfigError: several responses to a prompt are asked for with greedy decoding, which makes them all the same.
+        ConfigError: greedy decoding with several responses to a prompt, which would all be the same.
     """
     count = samples or config.evaluation.samples
     if count > 1 and config.evaluation.temperature == 0:

@@ -1,8 +1,7 @@
 """Counts the responses of an evaluation, and shows the accuracies with their intervals as a table or as JSON.
 
-Each accuracy (share of right responses) is shown with its 95% confidence interval by Wilson's formula. Several
-responses to one prompt are not independent, so the interval is computed for a smaller number of independent responses
-(`effective_size`).
+Each accuracy (share of right responses) is shown with its 95% confidence interval by Wilson's formula. If a prompt has
+several responses, the interval uses a smaller number (`effective_size`), because these responses are not independent.
 """
 
 from __future__ import annotations

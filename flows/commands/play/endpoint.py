@@ -1,8 +1,6 @@
-"""Plays with a model behind an OpenAI-compatible endpoint, by the protocol of chat completions.
-
-The endpoint gets the whole conversation as chat messages in each turn. This module cuts an answer at the first stop
-string. Stop strings are not sent to the endpoint, because the endpoint would remove the stop string and not report
-which one it removed.
+"""Plays with a model behind an OpenAI-compatible endpoint, which gets the whole conversation as chat messages in each
+turn. This module cuts an answer at the first stop string, because an endpoint would remove the string without reporting
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Reads the lines that a person types, while an event loop runs in another thread.
-
-Lines are read in the main thread, where Ctrl-C arrives and where the terminal's line editing works. The event loop runs
-in a thread of its own, so that its tasks continue while a person thinks.
+"""Reads the lines that a person types, while an event loop runs in another thread. Lines are read in the main thread,
+where Ctrl-C arrives and the terminal's line editing works; the event loop's tasks continue while a person thinks.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class PersonInput:
             import readline  # noqa: F401 - gives `input` editing keys and a history
 
     async def read_line(self, marks: str) -> str:
-        """Show the text `marks`, and return the next line that the person types. The coroutine calls this method.
+        """Show the text `marks`, and return the next line that the person types.
 
         Raises:
             EOFError: the person has ended the input with Ctrl-D, or the input has ended.

@@ -1,7 +1,5 @@
-"""Follows an episode in a form that people can read: who said what, instead of tokens.
-
-Any part of a turn's context that no player has written was written by the environment. If the environment rendered chat
-messages, their contents are shown, without the marks of the chat template.
+"""Follows an episode in a form that people can read: who said what, instead of tokens. Rendered chat messages are shown
+without the marks of the chat template.
 """
 
 from __future__ import annotations

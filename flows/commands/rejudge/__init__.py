@@ -1,9 +1,6 @@
 """Implements `rollflow rejudge`, which scores the stored responses of a run again with the current scorers, and prints
-which scores would change.
-
-`rollflow rejudge` writes nothing to the run's storage. `rollflow rejudge` starts the worker processes and sandboxes
-that the run's scorers need, and stops them at the end. `--set reward.KEY=VALUE` scores the responses with a changed
-scorer.
+which scores would change. The option `--set reward.KEY=VALUE` changes a scorer. Nothing is written to the run's
+storage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Implements `rollflow plan` without `--gpus`, which simulates how a recipe would run on other hardware and shows the
 result.
 
-The simulation's figures are printed as a table. If the user asks for it, the timeline of the simulation is drawn and
-its figures are written as JSON. This module imports neither Ray nor torch.
+The simulation's figures are printed as a table. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations

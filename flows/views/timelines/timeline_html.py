@@ -1,7 +1,5 @@
 """Writes a simulation's timeline as one HTML file without external scripts or styles. Pointing at the timeline shows
 what was running.
-
-The page contains the drawing as JSON, and a short script that draws it on HTML canvases.
 """
 
 from __future__ import annotations
