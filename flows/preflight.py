@@ -278,7 +278,7 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
         return []
     own = any(isinstance(source, FileBase) and source.held_out_file for source in config.prompts)
     cure = "lower it, or hold out more rows" if own else "raise prompts.held_out, or give more lines"
-    few = f"only {found} prompts are held out for evaluation; {cure}"
+    few = f"only {found} {'prompt is' if found == 1 else 'prompts are'} held out for evaluation; {cure}"
     return [f"evaluation.prompts = {config.evaluation.prompts}: {few}"]
 
 

@@ -1,9 +1,9 @@
-"""Finds training questions that are near duplicates of held-out questions.
+"""Finds training questions that are near duplicates of held-out questions: questions that differ in few words.
 
-Two questions with different keys may differ in one word, so that one reveals the answer of the other. The overlap of
-two questions is the share of the held-out question's `N`-word sequences (n-grams) that also occur in the training
-question. Two questions with an overlap of `NEAR` or more are near duplicates. N-grams in more than a tenth of the
-held-out questions are ignored, because many questions share this wording.
+The overlap of two questions is the share of the held-out question's `N`-word sequences (n-grams) that also occur in the
+training question. Two questions are near duplicates if their overlap is at least `NEAR`, both over all n-grams and over
+the n-grams that are rare among the held-out questions. Frequent n-grams belong to the wording that many questions
+share. A question with fewer than `N` words has a single n-gram of all its words.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from rollflow.tasks.prompts.keys import split_words
 
 N = 3
 NEAR = 0.8
-TEMPLATE = 0.1
+TEMPLATE = 0.1  # an n-gram in more than this share of the held-out questions is frequent
 
 Gram = tuple[str, ...]
 
 
 class NearIndex:
-    """An index of the held-out questions, to find those that a training question nearly duplicates."""
+    """Index of the held-out questions, which finds those that a given training question nearly duplicates."""
 
     def __init__(self, held: Sequence[Question]) -> None:
-        """Map each n-gram to the held-out questions that contain it, without frequent n-grams, and count the n-grams of
-        each question.
+        """Map each rare n-gram to the held-out questions that contain the n-gram, and count the rare n-grams of each
+        question.
         """
         index: dict[Gram, list[int]] = defaultdict(list)
-        for which, question in enumerate(held):
-            for gram in _list_grams(question):
+        self._grams = [_list_grams(question) for question in held]
+        for which, grams in enumerate(self._grams):
+            for gram in grams:
                 index[gram].append(which)
         most = max(1, TEMPLATE * len(held))
         self._index = {gram: having for gram, having in index.items() if len(having) <= most}
@@ -38,8 +39,10 @@ class NearIndex:
 
     def find(self, question: Question) -> list[int]:
         """Return the numbers of the held-out questions with which a training question overlaps by `NEAR` or more."""
-        shared = Counter(which for gram in _list_grams(question) for which in self._index.get(gram, ()))
-        return [which for which, count in shared.items() if count >= NEAR * self._sizes[which]]
+        grams = _list_grams(question)
+        shared = Counter(which for gram in grams for which in self._index.get(gram, ()))
+        near = (which for which, count in shared.items() if count >= NEAR * self._sizes[which])
+        return [which for which in near if len(grams & self._grams[which]) >= NEAR * len(self._grams[which])]
 
 
 def _list_grams(question: Question) -> set[Gram]:
