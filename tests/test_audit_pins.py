@@ -52,7 +52,7 @@ def script() -> ModuleType:
     ],
     ids=["clean", "vulnerable", "partly unknown", "nothing known"],
 )
-def test_result_of_pip_audit_is_reported(
+def test_pip_audit_result_is_reported(
     script: ModuleType, packages: list[dict[str, object]], code: int, lines: list[str]
 ) -> None:
     answer = json.dumps({"dependencies": packages, "fixes": []})

@@ -389,18 +389,18 @@ ENGINES = {
     ),
     "ignores a suspension": Fault(
         "    async def suspend(self, in_flight): pass",
-        "test_no_token_between_suspend_and_resume",
+        "test_suspended_engine_generates_no_token",
         "between suspend and resume",
     ),
     "answers when it is dead": Fault(
         "    async def resume(self): return None if self._dead else await super().resume()",
-        "test_death_reaches_every_call",
+        "test_engine_death_fails_every_waiting_call",
         "a dead engine must raise EngineFailed from every call",
     ),
     "shows other tokens while it runs": Fault(
         "    def progress(self, have):\n"
         "        return {id: replace(span, tokens=span.tokens[::-1]) for id, span in super().progress(have).items()}",
-        "test_progress_is_the_beginning_of_the_answer",
+        "test_progress_of_a_request_is_a_prefix_of_its_response",
         "progress must be the beginning of the answer",
     ),
 }
@@ -459,7 +459,7 @@ LEARNERS = {
         "        metrics = self.own.step(batch, version)\n"
         "        settle()\n"
         "        return metrics",
-        "test_stored_tensors_do_not_change_before_settle",
+        "test_stored_tensors_stay_unchanged_until_they_are_written",
         "`step` must not change a stored tensor before it calls `settle`",
     ),
 }

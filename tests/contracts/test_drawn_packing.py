@@ -77,7 +77,7 @@ def found(made: TorchLearner, data: BatchRows, micro_tokens: int, width: int | N
 @example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, 10**6)  # long line, equal rows, no tokens
 @example([([3] * 40, [(99, LONG)] * 4)], 4096, 10**6)  # each row ends at the last position
 @example([([3, 4, 5], [(99, SAID), (2, SAID), (99, [(False, [4]), *SAID])]), ([3, 4], [(99, SAID)])], 4, 10**6)
-def test_packed_rows_train_as_if_computed_one_by_one(
+def test_packed_rows_give_the_gradients_of_single_rows(
     name: str, groups: list[tuple[list[int], list[Row]]], micro_tokens: int, width: int
 ) -> None:
     data = BatchRows.of(batch_of(*([row_of(prompt, row) for row in rows] for prompt, rows in groups)))

@@ -21,7 +21,7 @@ async def sandboxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
 
 
 @pytest.mark.parametrize("ended", ["sandbox", "all"])
-async def test_close_kills_a_program_that_left_its_session(sandboxes: Sandboxes, ended: str) -> None:
+async def test_close_kills_a_program_in_another_session(sandboxes: Sandboxes, ended: str) -> None:
     before = len(list_sandbox_processes())
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(6789)\n"
@@ -39,7 +39,7 @@ async def test_close_kills_a_program_that_left_its_session(sandboxes: Sandboxes,
     await wait_until(lambda: sum(process.is_running() for process in started) <= left)
 
 
-async def test_dead_box_is_replaced(sandboxes: Sandboxes) -> None:
+async def test_dead_sandbox_is_replaced(sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.create()
     first, below = list_boxes(), list_sandbox_processes()
     for child in first:

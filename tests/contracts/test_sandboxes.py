@@ -104,7 +104,7 @@ async def test_fork_bomb_stays_below_the_process_limit(sandboxes: Sandboxes) -> 
 
 
 @pytest.mark.needs(Capability.EXACT_FOLDER_LIMIT)
-async def test_folder_is_full_at_its_limits(sandboxes: Sandboxes) -> None:
+async def test_program_cannot_exceed_the_limits_of_its_folder(sandboxes: Sandboxes) -> None:
     many = (
         "n = 0\ntry:\n    while True:\n        open(f'f{n}', 'w').close(); n += 1\nexcept OSError as e: print(e.errno)"
     )
@@ -139,7 +139,7 @@ async def test_program_reads_no_host_file(sandboxes: Sandboxes, tmp_path: Path) 
 
 
 @pytest.mark.needs(Capability.ISOLATION)
-async def test_program_changes_nothing_outside(sandboxes: Sandboxes, tmp_path: Path) -> None:
+async def test_program_changes_no_file_outside_its_sandbox(sandboxes: Sandboxes, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("content")
     before, limits = (tmp_path / "file").stat(), resource.getrlimit(resource.RLIMIT_NOFILE)
     path = str(tmp_path / "file")
@@ -225,7 +225,7 @@ async def test_files_are_uploaded_kept_and_downloaded(sandboxes: Sandboxes) -> N
 
 
 @pytest.mark.needs(Capability.CHILDREN)
-async def test_children_live_on_if_asked(sandboxes: Sandboxes) -> None:
+async def test_child_processes_continue_if_the_sandbox_allows_it(sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.create()
     start = Program(command=["sh", "-c", "sleep 600 & echo $!"], keep_children=True, timeout=LONG)
     number = (await sandbox.exec(start)).stdout.strip().decode()
@@ -237,7 +237,7 @@ async def test_children_live_on_if_asked(sandboxes: Sandboxes) -> None:
 
 
 @pytest.mark.needs(Capability.CHANNEL)
-async def test_program_talks_through_its_channel(sandboxes: Sandboxes) -> None:
+async def test_program_sends_and_receives_through_its_channel(sandboxes: Sandboxes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         code = "import socket\nwith socket.socket(fileno=3) as c: c.sendall(c.recv(100).upper())"
@@ -270,7 +270,7 @@ async def test_cancelled_program_is_killed(sandboxes: Sandboxes) -> None:
     await sandbox.close()
 
 
-async def test_equal_programs_draw_equal_numbers(sandboxes: Sandboxes) -> None:
+async def test_program_draws_the_same_random_numbers_each_time(sandboxes: Sandboxes) -> None:
     program = warm("import random; print(random.random(), hash('x'))")
     assert (await sandboxes.run(program)).stdout == (await sandboxes.run(program)).stdout
 
@@ -300,7 +300,7 @@ async def test_session_of_an_unknown_user_is_refused(sandboxes: Sandboxes) -> No
 
 @pytest.mark.needs(Capability.USERS)
 @pytest.mark.parametrize("name", ["-c", "a b", "a;b", "", "a" * 40, "../x", "x\n"])
-async def test_text_that_is_no_name_reaches_no_server(sandboxes: Sandboxes, name: str) -> None:
+async def test_invalid_user_name_is_not_sent_to_the_server(sandboxes: Sandboxes, name: str) -> None:
     sandbox = await sandboxes.create()
     if name:
         with pytest.raises(UserRefused, match="no name of a user"):
@@ -311,7 +311,7 @@ async def test_text_that_is_no_name_reaches_no_server(sandboxes: Sandboxes, name
 
 
 @pytest.mark.needs(Capability.USERS)
-async def test_own_user_of_a_sandbox_is_accepted_by_number(sandboxes: Sandboxes) -> None:
+async def test_number_of_the_sandbox_user_is_accepted(sandboxes: Sandboxes) -> None:
     found = await sandboxes.run(warm("import os, sys; print(os.getuid(), sys.stdin.read())", user="1000", stdin=b"in"))
     assert found.stdout == b"1000 in\n"
     workspace = await sandboxes.open_workspace()

@@ -126,7 +126,7 @@ class TestVerifiers(ScorerContract):
     def case(self, case: ScorerCase) -> ScorerCase:
         return case
 
-    def test_value_of_a_proportional_verifier_is_a_share(self, case: ScorerCase, verify: Verifier) -> None:
+    def test_scores_of_a_proportional_verifier_are_in_0_to_1(self, case: ScorerCase, verify: Verifier) -> None:
         assert all(0.0 <= score.value <= 1.0 for score in self.score(verify, case, case.right, case.wrong, *ODD))
 
 
@@ -230,13 +230,13 @@ async def test_every_response_gets_an_outcome(pool: Callable[..., Scorer], name:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FORMS)
-async def test_form_adds_parts_in_every_form(pool: Callable[..., Scorer], name: str) -> None:
+async def test_format_penalty_applies_to_every_return_type(pool: Callable[..., Scorer], name: str) -> None:
     [found] = await score_all(pool(name, format={"pattern": "x", "penalty": 0.5}), [{}])
     assert found == Score(0.25, "not in its form; close", Outcome.PARTIAL, {**PARTS, "format": -0.5})
 
 
 @pytest.mark.long
-async def test_exit_in_a_task_of_a_function_is_a_death(pool: Callable[..., Scorer]) -> None:
+async def test_exit_in_an_asyncio_task_kills_the_scorer_worker(pool: Callable[..., Scorer]) -> None:
     """The worker ends at once: it waits neither for more input nor for the deadline."""
     [fine, exited, cancelled] = await score_all(pool("later"), [{}, {"exits": True}, {"cancels": True}])
     assert fine == CLOSE
@@ -246,14 +246,14 @@ async def test_exit_in_a_task_of_a_function_is_a_death(pool: Callable[..., Score
 
 
 @pytest.mark.long
-async def test_asynchronous_function_scores_many_at_once(pool: Callable[..., Scorer]) -> None:
+async def test_asynchronous_scorer_scores_many_responses_at_once(pool: Callable[..., Scorer]) -> None:
     """Each response is scored only once eight are being scored, and more of them arrive meanwhile."""
     found = await score_all(pool("meet", at_once=8), [{"of": 8}] * 20)
     assert found == [Score(1.0)] * 20
 
 
 @pytest.mark.long
-async def test_function_gets_up_to_at_once_responses(pool: Callable[..., Scorer]) -> None:
+async def test_scorer_function_gets_at_most_at_once_responses(pool: Callable[..., Scorer]) -> None:
     """If a call fails, for example because a score is missing, each response is scored alone."""
     found = await score_all(pool("count", at_once=16), [{}] * 40)
     assert [score.value for score in found] == [0.16] * 32 + [0.08] * 8

@@ -41,7 +41,7 @@ async def workspace(sandboxes: Sandboxes) -> AsyncIterator[Workspace]:
     await opened.close()
 
 
-async def test_shell_keeps_its_state_over_runs(workspace: Workspace) -> None:
+async def test_shell_session_keeps_its_state_between_commands(workspace: Workspace) -> None:
     shell = await workspace.open_session(env={"GIVEN": "given"})
     assert (await shell.run("x=5; mkdir d; cd d; f() { echo $x $GIVEN; }", LONG)).output == b""
     found = await shell.run("f; basename $PWD; echo err >&2; false", LONG)
@@ -55,7 +55,7 @@ async def test_shell_keeps_its_state_over_runs(workspace: Workspace) -> None:
     assert (await shell.run("cat; read line; echo $x", LONG)).output.split() == [b"5"]  # the input is empty
 
 
-async def test_python_keeps_its_state_over_runs(workspace: Workspace) -> None:
+async def test_python_session_keeps_its_state_between_commands(workspace: Workspace) -> None:
     python = await workspace.open_session(SessionKind.PYTHON)
     assert (await python.run("import math\ndef f(x): return x * 2\ny = f(4)", LONG)).output == b""
     assert (await python.run("print('printed')\nmath.sqrt(y * 2)", LONG)).output.split() == [b"printed", b"4.0"]
@@ -75,7 +75,9 @@ async def test_python_keeps_its_state_over_runs(workspace: Workspace) -> None:
         (SessionKind.PYTHON, "import time; time.sleep(600)"),
     ],
 )
-async def test_run_over_its_time_keeps_the_session(workspace: Workspace, kind: SessionKind, code: str) -> None:
+async def test_command_over_its_time_limit_keeps_the_session(
+    workspace: Workspace, kind: SessionKind, code: str
+) -> None:
     session = await workspace.open_session(kind)
     assert (await session.run("x=5", LONG)).lost == ""
     found = await session.run(code, SOON)
@@ -110,7 +112,7 @@ async def test_output_of_a_session_is_limited(workspace: Workspace) -> None:
     assert (await shell.run("echo $((6 * 7))", LONG)).output.split()[-1] == b"42"
 
 
-async def test_memory_over_the_limit_ends_sessions_not_files(workspace: Workspace) -> None:
+async def test_memory_limit_ends_sessions_but_keeps_files(workspace: Workspace) -> None:
     python, shell = await workspace.open_session(SessionKind.PYTHON), await workspace.open_session()
     await shell.run("x=5; echo kept > file", LONG)
     found = await python.run("x = []\nwhile True: x.append(bytearray(1 << 20))", LONG)
@@ -136,7 +138,7 @@ async def test_commands_files_and_sessions_work_side_by_side(workspace: Workspac
 
 
 @pytest.mark.parametrize("kind", SessionKind)
-async def test_session_goes_on_after_a_cancelled_run(workspace: Workspace, kind: SessionKind) -> None:
+async def test_session_continues_after_a_cancelled_command(workspace: Workspace, kind: SessionKind) -> None:
     """Code that a caller stopped waiting for is interrupted, and the session keeps its state."""
     is_shell = kind is SessionKind.SHELL
     session = await workspace.open_session(kind)
@@ -159,7 +161,7 @@ async def test_session_goes_on_after_a_cancelled_run(workspace: Workspace, kind:
         assert is_shell or not (ended.succeeded and isinstance(workspace, BoxWorkspace))
 
 
-async def test_session_closes_after_a_cancelled_run(workspace: Workspace) -> None:
+async def test_session_closes_after_a_cancelled_command(workspace: Workspace) -> None:
     session = await workspace.open_session()
     await session.run("x=5", LONG)
     running = asyncio.create_task(session.run("trap '' INT; touch begun; sleep 600", 2.0))
@@ -172,14 +174,14 @@ async def test_session_closes_after_a_cancelled_run(workspace: Workspace) -> Non
     assert await workspace.is_alive()
 
 
-async def test_background_process_lives_on_over_runs(workspace: Workspace) -> None:
+async def test_background_process_survives_the_end_of_a_command(workspace: Workspace) -> None:
     shell = await workspace.open_session()
     await shell.run("(sleep 0.3; echo late > late) & disown", LONG)
     found = await shell.run("while ! test -s late; do sleep 0.01; done; cat late", LONG)
     assert found.output.split()[-1] == b"late"
 
 
-async def test_killed_guest_is_a_result_and_replaced(workspace: Workspace) -> None:
+async def test_killed_session_process_is_reported_and_replaced(workspace: Workspace) -> None:
     shell = await workspace.open_session()
     await shell.run("echo kept > file", LONG)
     found = await shell.run("kill -9 $PPID; sleep 600", LONG)
@@ -210,7 +212,7 @@ async def test_closed_workspace_leaves_no_process(sandboxes: Sandboxes) -> None:
         await workspace.download("file")
 
 
-async def test_files_of_programs_lead_nowhere_else(workspace: Workspace) -> None:
+async def test_file_paths_do_not_leave_the_workspace(workspace: Workspace) -> None:
     shell = await workspace.open_session()
     await shell.run("ln -s /proc/self/mem memory; ln -s /proc/self/environ environ; mkfifo pipe; mkdir folder", LONG)
     for path in ("memory", "environ", "pipe", "folder", "/proc/1/environ", "none", "../../../x"):

@@ -41,7 +41,7 @@ def expect_fate(prompt: int) -> str:
     return draw_fault(random.Random(find_seed(prompt_at(prompt))), SHARES, SETUP.turns)[0]
 
 
-def test_every_episode_of_a_faulty_run_has_its_reason(tmp_path: Path) -> None:
+def test_each_episode_of_a_faulty_run_ends_as_expected(tmp_path: Path) -> None:
     found = play_run(SETUP, VERSIONS, tmp_path, is_faulty=True)
     fates = Counter(find_fate(one) for _, one in found.endings)
     assert [find_fate(one) for _, one in found.endings] == [expect_fate(prompt) for prompt, _ in found.endings]

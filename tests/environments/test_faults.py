@@ -117,7 +117,7 @@ def test_environment_that_hangs_at_close_keeps_its_score() -> None:
         ({"name": "Counter", "interpreter": "/no/python"}, "Python did not start"),
     ],
 )
-def test_environment_that_cannot_start_is_unjudged(keys: dict[str, Any], reason: str) -> None:
+def test_episode_is_unjudged_if_its_environment_cannot_start(keys: dict[str, Any], reason: str) -> None:
     score, episode, _ = play(trl(**keys), "Done.")
     assert score is not None
     assert score.outcome is Outcome.UNJUDGED
@@ -125,7 +125,7 @@ def test_environment_that_cannot_start_is_unjudged(keys: dict[str, Any], reason:
     assert "generate" not in episode.asked
 
 
-def test_image_of_a_tool_is_unjudged() -> None:
+def test_tool_that_returns_an_image_leaves_episode_unjudged() -> None:
     score, _, _ = play(trl("Image"), call("look"))
     assert score is not None
     assert score.outcome is Outcome.UNJUDGED

@@ -92,7 +92,7 @@ print("late"); import time; time.sleep(1); print("later")
 """
 
 
-def test_forged_end_of_a_run_changes_no_score(tools: Tools) -> None:
+def test_program_that_forges_the_end_changes_no_score(tools: Tools) -> None:
     score, episode = tools.play(run_code(FORGE), run_code("6 * 7"), run_code("6 * 7"), "I give up.")
     assert score is not None
     assert (score.reason, episode.judged) == ("judged", ["I give up."])

@@ -160,7 +160,7 @@ def test_tools_work_on_the_event_loop_of_ray_actors() -> None:
         tools.close()
 
 
-def test_server_that_stays_after_its_input_is_killed() -> None:
+def test_mcp_server_that_outlives_its_input_is_killed() -> None:
     score, _, tools = play_once(serve("stays"), call("echo", text="x"), "Done.")
     assert score is not None
     assert score.reason == "judged"

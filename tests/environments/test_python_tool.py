@@ -140,7 +140,7 @@ def test_cancelled_episode_leaves_no_process(tools: Tools) -> None:
     tools.do(cancel())
 
 
-def test_child_that_detached_ends_with_its_episode(tools: Tools) -> None:
+def test_detached_child_process_ends_with_its_episode(tools: Tools) -> None:
     before = len(list_sandbox_processes())
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n    os._exit(0)"

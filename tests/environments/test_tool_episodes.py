@@ -81,7 +81,7 @@ def test_output_that_looks_like_an_answer_is_not_judged(tools: Tools) -> None:
         ({"episode_seconds": 1.0}, 1, Outcome.TIMEOUT, "took more than environment.episode_seconds = 1 s"),
     ],
 )
-def test_limits_end_the_episode_and_its_sandbox(
+def test_episode_limits_end_the_episode_and_its_sandbox(
     tools: Tools, limits: dict[str, Any], turns: int, outcome: Outcome, reason: str
 ) -> None:
     before = len(list_sandbox_processes())

@@ -23,7 +23,7 @@ from tests.environments.worlds import call, gym, play, trl
         ({"max_turn_tokens": 1}, 3, 3, "the environment ended the episode"),
     ],
 )
-def test_limits_of_turns_and_tokens_hold(keys: dict[str, Any], turns: int, tokens: int, reason: str) -> None:
+def test_turn_and_token_limits_end_an_episode(keys: dict[str, Any], turns: int, tokens: int, reason: str) -> None:
     score, episode, _ = play(gym(actions={"1": 1, "10": 1}, **keys), "10")
     assert score is not None
     assert (len(episode.lived.current.turns), episode.generated, score.reason) == (turns, tokens, reason)

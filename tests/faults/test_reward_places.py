@@ -29,7 +29,7 @@ def run_script(mode: str, tmp_path: Path) -> dict[str, Any]:
     return dict(json.loads((tmp_path / "found.json").read_text()))
 
 
-def test_no_score_is_lost_with_a_node(tmp_path: Path) -> None:
+def test_scores_survive_the_death_of_a_reward_node(tmp_path: Path) -> None:
     found = run_script("nodes", tmp_path)
     assert (found["actors"], found["on node"]) == (2, 1)  # the helper is on the node without the reward actor
     assert found["scored by the lost node"] == 0

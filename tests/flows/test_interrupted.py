@@ -21,7 +21,7 @@ check.command = command
 """
 
 
-def test_command_may_catch_an_interrupt_and_return_its_exit_code(tmp_path: Path) -> None:
+def test_command_may_return_its_own_code_after_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
     reach = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "check", "mine.toml"]

@@ -126,7 +126,7 @@ def test_servers_that_never_started_report_the_reason(tmp_path: Path, code: int)
     assert keep_stack(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), StopFlag()) == code
 
 
-def test_signal_during_a_signal_handler_does_no_harm() -> None:
+def test_signal_during_a_signal_handler_is_handled() -> None:
     """`serve --end` signals the keeper and the serving process, so a process may get two signals at once."""
     told, before, within = StopFlag(), signal.getsignal(signal.SIGALRM), 0
 

@@ -82,7 +82,7 @@ async def test_renewed_and_replaced_sandboxes_are_counted(counted: ProcessFigure
     assert found.replaced == {"signal": 1, "children": 1, "memory": 1, "timeout": 1}
 
 
-async def test_killed_box_is_a_failure_and_a_replacement(counted: ProcessFigures) -> None:
+async def test_killed_sandbox_counts_as_failure_and_replacement(counted: ProcessFigures) -> None:
     async with start_and_close(BubblewrapSandboxes(BubblewrapSandbox(spares=0))) as sandboxes:
         running = asyncio.create_task(sandboxes.run(warm("import time; time.sleep(60)")))
         await wait_until(lambda: counted.read()["bubblewrap"].in_use == 1)
@@ -98,7 +98,7 @@ async def test_killed_box_is_a_failure_and_a_replacement(counted: ProcessFigures
     assert found.replaced == {"failed": 1, "parent ended": 1}
 
 
-async def test_box_killed_during_a_creation_ends_the_creation() -> None:
+async def test_sandbox_killed_while_it_is_created_ends_creation() -> None:
     async with start_and_close(BubblewrapSandboxes(BubblewrapSandbox(spares=0))) as sandboxes:
         assert isinstance(sandboxes, BubblewrapSandboxes)
         assert sandboxes._process is not None
@@ -125,7 +125,7 @@ async def test_server_that_does_not_answer_counts_each_try(
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e300])
-async def test_any_time_of_a_foreign_server_is_counted(counted: ProcessFigures, seconds: float) -> None:
+async def test_any_duration_reported_by_a_server_is_counted(counted: ProcessFigures, seconds: float) -> None:
     run = {"status": "Finished", "return_code": 0, "execution_time": seconds}
 
     async def answer() -> ExecResult:
@@ -137,7 +137,7 @@ async def test_any_time_of_a_foreign_server_is_counted(counted: ProcessFigures, 
     assert 0.0 <= found.seconds <= figures.LONGEST_SECONDS
 
 
-async def test_requests_that_wait_for_a_place_use_no_sandbox(counted: ProcessFigures) -> None:
+async def test_request_in_the_queue_uses_no_sandbox(counted: ProcessFigures) -> None:
     async with start_kind("run-code") as started:
         assert isinstance(started, RunCodeSandboxes)
         config = started._config.model_copy(update={"at_once": 1})

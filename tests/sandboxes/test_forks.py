@@ -160,7 +160,7 @@ def list_capable() -> list[int]:
     return found
 
 
-def test_keeper_and_programs_of_a_sandbox_have_no_capability(box: Box) -> None:
+def test_sandbox_processes_and_programs_have_no_capability(box: Box) -> None:
     """Only the holder has one, and process 1 of the programs, which shares the holder's memory and runs no code."""
 
     async def work() -> None:

@@ -282,7 +282,9 @@ async def test_request_without_token_is_refused_before_its_body(sandboxes: Sandb
         assert answer.status_code == 403
 
 
-async def test_sandboxes_are_limited_and_unused_ones_end(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_sandboxes_is_limited_and_unused_ones_end(
+    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_sandboxes, "CHECK_SECONDS", 0.05)
     boxes = set(list_boxes())  # the box of `sandboxes`, and boxes that other tests of this process left
     own = max(boxes, key=lambda box: box.create_time())

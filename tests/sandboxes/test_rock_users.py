@@ -74,7 +74,7 @@ def test_files_belong_to_the_user_and_are_closed_to_others(folder: Path) -> None
     assert run_as(folder, NOBODY, trial.format("open('secret').read()")) == "done"
 
 
-def test_program_of_a_user_keeps_no_right_of_root(folder: Path) -> None:
+def test_program_of_a_user_has_no_root_rights(folder: Path) -> None:
     prepare(folder, NOBODY)
     code = """
 import os
@@ -93,7 +93,7 @@ print(os.getresuid(), os.getresgid(), os.environ["USER"])
     assert ids == "(65534, 65534, 65534) (65534, 65534, 65534) nobody"
 
 
-def test_command_of_a_user_imports_nothing_from_the_folder(folder: Path) -> None:
+def test_command_of_a_user_imports_nothing_from_its_folder(folder: Path) -> None:
     """A user may write into the folder in which root starts the next program of the user."""
     prepare(folder, NOBODY)
     write = "open(f'{name}.py', 'w').write('print(1); raise SystemExit')"
@@ -120,7 +120,7 @@ def test_unknown_command_of_a_user_ends_with_code_127(folder: Path) -> None:
     assert (found.returncode, "Traceback" in found.stderr) == (127, False)
 
 
-def test_root_that_cannot_become_a_user_is_refused(folder: Path) -> None:
+def test_user_that_root_cannot_become_is_refused(folder: Path) -> None:
     without = ["setpriv", "--bounding-set=-setuid,-setgid"]
     command = [*without, "python3", "-I", "-c", PREPARE, NOBODY, str(folder / "work"), str(folder / "given")]
     found = call(command, folder)
@@ -155,14 +155,14 @@ def test_user_that_programs_cannot_become_is_refused(folder: Path, user: str, by
         prepare(folder, user, by)
 
 
-def test_own_user_needs_no_root(folder: Path) -> None:
+def test_program_of_the_sandbox_user_needs_no_root(folder: Path) -> None:
     folder.chmod(0o777)
     for user in ("1", "daemon"):
         prepare(folder, user, "1")
     assert call(become("1", ["id", "-u"]), folder, "1").stdout == "1\n"
 
 
-def test_folder_that_cannot_be_made_is_a_refusal(folder: Path) -> None:
+def test_user_folder_that_cannot_be_created_is_an_error(folder: Path) -> None:
     (folder / "work").mkdir()
     (folder / "work" / NOBODY).write_text("a file")
     with pytest.raises(UserRefused, match="cannot be prepared for the user: FileExistsError"):

@@ -108,7 +108,7 @@ GATED = {"parts": {"style": {"scorer": JUDGE}, "answer": MATHS, "minus": {"weigh
     ("answer", "value", "outcome"),
     [(WRONG, 0.0, Outcome.WRONG), (UNJUDGED, 0.0, Outcome.UNJUDGED), (FAILED, -0.5, Outcome.UNPARSABLE)],
 )
-async def test_decided_response_costs_no_call(answer: Score, value: float, outcome: Outcome) -> None:
+async def test_part_of_a_decided_response_is_not_called(answer: Score, value: float, outcome: Outcome) -> None:
     """A closed gate, an unjudged part and a failed part each decide the score."""
     config = composite(**GATED, requires=["answer", "style"])
     found, asked = await score_steps(config, style=RIGHT, answer=answer, minus=WRONG)
@@ -118,7 +118,7 @@ async def test_decided_response_costs_no_call(answer: Score, value: float, outco
 
 
 @pytest.mark.parametrize("name", ["style", "taste"])
-async def test_unjudged_part_leaves_the_response_unjudged(name: str) -> None:
+async def test_unjudged_part_of_a_composite_leaves_it_unjudged(name: str) -> None:
     config = composite(parts={**MIXED["parts"], "taste": {"scorer": MODEL}})
     scores = {"answer": RIGHT, "style": RIGHT, "taste": RIGHT, name: UNJUDGED}
     found, _ = await score_steps(config, **scores)
@@ -134,7 +134,7 @@ async def test_required_judge_is_asked_before_a_reward_model() -> None:
     assert (found.value, found.outcome, asked) == (2.0, Outcome.CORRECT, ["taste", "style"])
 
 
-async def test_failed_response_gets_the_lowest_value_so_far() -> None:
+async def test_failed_part_gives_the_lowest_value_so_far() -> None:
     """A reward model has no bounds, so neither 0 nor the sum of the negative weights is the lowest value."""
     parts = {"taste": {"scorer": MODEL}, "minus": {"weight": -0.5, "scorer": MODEL}}
     answers = {"taste": FixedScorer(Score(-7.0)), "minus": FixedScorer(Score(3.0))}
@@ -154,7 +154,7 @@ async def test_sum_that_cannot_be_stored_gets_the_lowest_value() -> None:
     assert (found.value, found.outcome) == (-1e6, Outcome.UNPARSABLE)
 
 
-async def test_part_that_cannot_score_at_all_fails_the_run() -> None:
+async def test_composite_part_that_scores_nothing_fails_the_run() -> None:
     with pytest.raises(ConfigError, match="no worker"):
         await score_steps(composite(parts=MIXED["parts"]), answer=ConfigError("no worker"), style=RIGHT)
 
@@ -220,7 +220,7 @@ async def test_judge_is_asked_only_about_right_answers(folder: Path) -> None:
 
 
 @pytest.mark.long
-async def test_late_part_gets_the_lowest_value(folder: Path) -> None:
+async def test_composite_part_after_the_deadline_scores_lowest(folder: Path) -> None:
     """A worker's deadline is no way out of a negative weight, and costs no call of the judge."""
     with judge_server(lambda *_: verdict(score=5)) as server:
         hangs = {"kind": "import", "path": "tests.support.scoring_functions:one"}
@@ -235,7 +235,7 @@ def prefer_longer(_: int, body: Body) -> Reply:
     return verdict(winner="tie" if first == second else "first" if first > second else "second")
 
 
-async def test_pairwise_part_compares_the_group(folder: Path) -> None:
+async def test_pairwise_part_compares_all_responses_of_a_prompt(folder: Path) -> None:
     with judge_server(prefer_longer) as server:
         judge = judge_of(server, mode="pairwise", special_tokens=True)
         config = composite(parts={"style": {"weight": 2.0, "scorer": judge}})

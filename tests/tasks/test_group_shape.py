@@ -41,7 +41,7 @@ def run_all(sampler: FixedShapeSampler, requests: list[GenerationRequest]) -> di
     return {generation.id: generation for generation in ended}
 
 
-def test_fixed_shape_gives_equal_responses_alone_and_in_batches(sampler: FixedShapeSampler) -> None:
+def test_fixed_batch_shape_gives_equal_responses(sampler: FixedShapeSampler) -> None:
     together = run_all(sampler, REQUESTS)
     assert {generation.ending for generation in together.values()} == {StopReason.LENGTH}
     for request in REQUESTS:
@@ -49,11 +49,11 @@ def test_fixed_shape_gives_equal_responses_alone_and_in_batches(sampler: FixedSh
 
 
 @pytest.mark.parametrize(("row_bytes", "rows"), [(1, 256), (2**24, 256), (2**24 + 1, 128), (2**27, 32), (2**40, 16)])
-def test_fixed_shape_of_long_requests_has_fewer_rows_on_a_gpu(row_bytes: int, rows: int) -> None:
+def test_fixed_batch_shape_has_fewer_rows_for_long_requests(row_bytes: int, rows: int) -> None:
     assert fit_rows(ON_GPU, row_bytes) == rows
 
 
-def test_fixed_shape_on_a_cpu_has_64_rows(sampler: FixedShapeSampler) -> None:
+def test_fixed_batch_shape_on_a_cpu_has_64_rows(sampler: FixedShapeSampler) -> None:
     """The number does not depend on the row size, because recorded runs depend on it."""
     group = AttentionRows(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
     assert len(group.rows) == 64

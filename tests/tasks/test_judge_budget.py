@@ -62,7 +62,9 @@ async def end(actor: RewardActor) -> None:
 
 
 @pytest.mark.parametrize("section", ["reward", "reward.parts.style.scorer"])
-async def test_budget_holds_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+async def test_judge_token_budget_holds_over_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
     monkeypatch.setattr(reward, "SAVE_SECONDS", 0.01)
     with judge_server(lambda *_: verdict(score=5)) as server:
         judge = judge_of(server)
@@ -86,7 +88,7 @@ async def test_budget_holds_over_restarts(tmp_path: Path, monkeypatch: pytest.Mo
         assert read_judge_usage(context.store, section).tokens == 500
 
 
-async def test_end_of_the_run_stores_what_was_used(tmp_path: Path) -> None:
+async def test_judge_usage_is_stored_at_the_end_of_the_run(tmp_path: Path) -> None:
     with judge_server(lambda *_: verdict(score=5)) as server:
         context = context_of(tmp_path, judge_of(server))
         actor = RewardActor(context)
@@ -97,7 +99,7 @@ async def test_end_of_the_run_stores_what_was_used(tmp_path: Path) -> None:
         assert read_judge_usage(context.store, "reward").tokens == 100
 
 
-async def test_older_record_is_never_written_over_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_older_judge_usage_never_replaces_a_newer_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends while a record is on its way to a slow storage."""
     monkeypatch.setattr(reward, "SAVE_SECONDS", 0.01)
     with judge_server(lambda *_: verdict(score=5)) as server:
@@ -128,7 +130,7 @@ async def test_older_record_is_never_written_over_a_newer_one(tmp_path: Path, mo
         assert read_judge_usage(context.store, "reward").tokens == 200
 
 
-async def test_wrong_key_after_a_restart_ends_the_run(tmp_path: Path) -> None:
+async def test_wrong_judge_api_key_after_a_restart_ends_the_run(tmp_path: Path) -> None:
     """The first verdict of this process decides, because the key may be another one than before."""
     with judge_server(lambda *_: verdict(score=5)) as server:
         context = context_of(tmp_path, judge_of(server))

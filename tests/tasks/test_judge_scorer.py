@@ -277,7 +277,7 @@ async def ramble(folder: Path, overtaken: Sequence[bool], status: int = 504, **k
     return found
 
 
-async def test_response_that_is_late_alone_scores_zero(folder: Path) -> None:
+async def test_response_that_alone_is_too_slow_to_judge_scores_zero(folder: Path) -> None:
     """Otherwise the policy could learn to make the judge write without end, and its prompt is issued for ever."""
     found = await ramble(folder, [True, False, True, True, False], judge_tries=3)
     assert [score.outcome for score in found] == [Outcome.UNJUDGED] * 3 + [Outcome.TIMEOUT, Outcome.UNJUDGED]
@@ -285,13 +285,13 @@ async def test_response_that_is_late_alone_scores_zero(folder: Path) -> None:
     assert "this happened 3 times while the judge gave verdicts on other responses" in found[3].reason
 
 
-async def test_broken_endpoint_blames_no_response(folder: Path) -> None:
+async def test_broken_judge_endpoint_lowers_no_reward(folder: Path) -> None:
     found = await ramble(folder, [True] * 3, status=500, judge_tries=1)
     assert [score.outcome for score in found] == [Outcome.UNJUDGED] * 3
 
 
 @pytest.mark.parametrize("keys", [{"call_seconds": 0.2}, {"deadline_seconds": 0.3}])
-async def test_hanging_call_counts_as_late(folder: Path, keys: dict[str, Any]) -> None:
+async def test_hanging_judge_call_counts_as_too_slow(folder: Path, keys: dict[str, Any]) -> None:
     with judge_server(lambda *_: Reply(does="hangs")) as server:
         scorer = JudgeScorer(build_config(server, tries=1, judge_tries=1, **keys), folder)
         await scorer.start()
@@ -301,7 +301,7 @@ async def test_hanging_call_counts_as_late(folder: Path, keys: dict[str, Any]) -
     assert (score.value, score.outcome) == (0.0, Outcome.TIMEOUT)
 
 
-async def test_verdict_forgets_that_a_response_was_late(folder: Path) -> None:
+async def test_verdict_resets_the_count_of_slow_judge_calls(folder: Path) -> None:
     with judge_server(lambda n, body: Reply("", 504, SOON) if n == 1 else grade(n, body)) as server:
         scorer = JudgeScorer(build_config(server, tries=1, judge_tries=2), folder)
         await scorer.start()

@@ -41,7 +41,7 @@ def test_held_out_question_in_training_is_counted(context: RunContext, monkeypat
     assert quick_start.count_shared_keys(context, [*first, *second]) == 1
 
 
-def test_accuracy_uses_greedy_answers(tmp_path: Path) -> None:
+def test_quick_start_accuracy_uses_greedy_answers(tmp_path: Path) -> None:
     """A question counts as right if the model answers exactly its answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

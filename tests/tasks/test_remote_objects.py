@@ -114,13 +114,13 @@ def list_cases(program: str, test: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_object_behaves_as_in_one_process(runner: asyncio.Runner, scorer: CodeScorer, name: str) -> None:
+def test_remote_object_behaves_like_a_local_object(runner: asyncio.Runner, scorer: CodeScorer, name: str) -> None:
     score = runner.run(scorer.score(RIGHT[name][0], {"cases": list_cases(*RIGHT[name])}))
     assert (score.value, score.outcome) == (1.0, Outcome.CORRECT), score
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_object_that_breaks_a_rule_fails(runner: asyncio.Runner, scorer: CodeScorer, name: str) -> None:
+def test_invalid_use_of_a_remote_object_fails(runner: asyncio.Runner, scorer: CodeScorer, name: str) -> None:
     score = runner.run(scorer.score(WRONG[name][0], {"cases": list_cases(*WRONG[name])}))
     assert (score.value, score.outcome) == (0.0, Outcome.WRONG), score
 
@@ -140,7 +140,7 @@ def test_pytest_file_without_a_test_is_refused(source: str, is_refused: bool) ->
     assert (found is not None and "defines no function test_..." in found) is is_refused
 
 
-async def test_start_of_pytest_that_is_stopped_leaves_no_box(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_start_of_pytest_leaves_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes
 
     created, close = list[BubblewrapSandboxes](), BubblewrapSandboxes.close

@@ -193,7 +193,7 @@ def test_replay_with_a_damaged_or_missing_batch_is_an_error(small: Prepare) -> N
         restored(context, 2)
 
 
-def test_repeated_calls_of_the_learner_wait_for_the_first_call(small: Prepare) -> None:
+def test_repeated_learner_calls_wait_for_the_first_call(small: Prepare) -> None:
     context = small()
     actor = LearnerActor(context, channel=StoreFeed(context))
     ended: list[int] = []

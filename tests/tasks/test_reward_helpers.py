@@ -73,7 +73,7 @@ async def ask(helper: RewardHelper) -> object:
 
 
 @pytest.mark.long
-async def test_helpers_learn_anchors_from_each_other(tmp_path: Path) -> None:
+async def test_helpers_share_the_longest_times_of_test_cases(tmp_path: Path) -> None:
     context, row = context_of(tmp_path, CodeReward(workers=2, adaptive=AdaptiveDeadline())), name_row(ROW)
     record = CaseAnchors({"old": {0: 1.0}}, kills=5)
     reports, one, other = HelperReports({"": record}, {}), FakeWorkers(context), FakeWorkers(context)

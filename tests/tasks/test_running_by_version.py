@@ -31,7 +31,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(EVERY), st.sampled_from([None, 0, 1, 
 
 
 @given(STEPS)
-def test_running_groups_are_counted_by_their_version(steps: list[tuple[Any, int | None]]) -> None:
+def test_running_groups_are_counted_by_start_version(steps: list[tuple[Any, int | None]]) -> None:
     starts, known = RunningByVersion(), dict[Any, int]()
     for one, version in steps:
         if version is None:

@@ -154,7 +154,7 @@ async def test_another_version_of_the_scorer_is_no_flip() -> None:
         (Score(0.5, parts={"tests": 0.0, "tests.deadline": 2.0}), "tests.deadline"),
     ],
 )
-async def test_some_first_verdicts_need_no_second(first: Score, name: str | None) -> None:
+async def test_some_responses_are_not_judged_a_second_time(first: Score, name: str | None) -> None:
     """A response without a verdict, and one whose verdict an adaptive deadline decided, are not judged again."""
     inner = FakeScorer(lambda *_: first)
     scorer = SecondVerdictScorer(inner, 1.0, SecondVerdictCounts(), name)
@@ -180,12 +180,12 @@ def test_adaptive_deadline_is_found_in_a_composite_scorer(config: RewardConfig, 
     assert scorer._deadline_part == name
 
 
-async def test_part_that_is_called_deadline_is_judged_again() -> None:
+async def test_reward_part_named_deadline_is_judged_again() -> None:
     _, counts, _ = await judge_twice(lambda *_: Score(1.0, parts={"deadline": 1.0}))
     assert counts.verdicts == 10
 
 
-async def test_share_of_the_responses_is_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_configured_share_of_responses_is_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(second_verdicts, "MOST_WAITING", 1000)
     inner, counts = FakeScorer(lambda *_: Score(1.0)), SecondVerdictCounts()
     scorer = SecondVerdictScorer(inner, 0.25, counts)
@@ -198,7 +198,7 @@ async def test_share_of_the_responses_is_judged_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("patience", [1000.0, 0.01])
-async def test_second_verdict_waits_for_first_ones(monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
+async def test_second_verdict_waits_for_first_verdicts(monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
     """While first verdicts are missing, a second verdict waits, but not longer than its patience."""
     monkeypatch.setattr(second_verdicts, "PATIENCE_SECONDS", patience)
     inner = FakeScorer(lambda *_: Score(1.0))
@@ -221,7 +221,7 @@ async def test_second_verdict_waits_for_first_ones(monkeypatch: pytest.MonkeyPat
     await scorer.close()
 
 
-async def test_waiting_responses_are_bounded() -> None:
+async def test_number_of_waiting_second_verdicts_is_bounded() -> None:
     inner = FakeScorer(lambda *_: Score(1.0))
     scorer = SecondVerdictScorer(inner, 1.0, SecondVerdictCounts())
     await scorer.score(ask(*range(200)))  # nobody asks for second verdicts, because the scorer is not started
@@ -231,7 +231,7 @@ async def test_waiting_responses_are_bounded() -> None:
     await scorer.close()
 
 
-async def test_failed_scorer_ends_second_verdicts() -> None:
+async def test_failed_scorer_gives_no_more_second_verdicts() -> None:
     def judge(before: int, _: ScoreRequest) -> Score:
         if before:
             raise ConfigError("the budget is used up")

@@ -243,7 +243,7 @@ async def waiting(queue: SlotQueue, ticket: Ticket) -> asyncio.Task[EngineSlots 
 
 
 @pytest.mark.parametrize("how", ["cancelled", "withdrawn"])
-def test_withdrawn_large_request_lets_smaller_ones_start(how: str) -> None:
+def test_smaller_request_starts_after_a_large_one_withdraws(how: str) -> None:
     async def main() -> None:
         queue, lane = WholeGroupQueue(SLOTS, PATIENCE), EngineSlots(TimedEngine(TIMED), SLOTS)
         lane.serves.set()

@@ -263,7 +263,7 @@ async def test_failure_outside_of_the_parts_scores_lowest(folder: Path, parts: t
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["steps", "steps_later", "steps_of_several"])
-async def test_worker_places_step_values(folder: Path, tokenizer: PolicyTokenizer, form: str) -> None:
+async def test_worker_assigns_step_values_to_tokens(folder: Path, tokenizer: PolicyTokenizer, form: str) -> None:
     """The third response is so long that its score does not fit into a pipe's usual line of 64 KiB."""
     texts = ["5.\n5.", "5", "5.\n" * 5000 + "5", ""]
     tokens = [tokenizer.encode_response(text) for text in texts]
@@ -373,7 +373,7 @@ def rewards_of(one: Trajectory) -> list[float | None]:
     return [None if math.isnan(value) else value for value in one.token_rewards or ()]
 
 
-async def test_single_turn_stores_token_rewards() -> None:
+async def test_token_rewards_of_a_single_turn_are_stored() -> None:
     _, one = await play(SINGLE_TURN)
     assert rewards_of(one) == [None, None, 0.0, 1.0, 2.0]
     _, one = await play(SINGLE_TURN, {})
@@ -382,7 +382,7 @@ async def test_single_turn_stores_token_rewards() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, imported])
-async def test_turns_store_token_rewards(wrap: Any) -> None:
+async def test_token_rewards_of_several_turns_are_stored(wrap: Any) -> None:
     """The values 3 and 4 of the environment's tokens count at the last token of the first turn."""
     _, one = await play(wrap(Turns()))
     assert rewards_of(one) == [None, None, 0.0, 1.0, 2.0 + 3.0 + 4.0, None, None, 5.0, 6.0]
@@ -399,18 +399,18 @@ async def test_turns_store_token_rewards(wrap: Any) -> None:
         ({"token_values": [math.inf] * 7}, "a token value is inf"),
     ],
 )
-async def test_wrong_values_of_an_environment_are_a_failure(given: dict[str, Any], reason: str) -> None:
+async def test_invalid_token_values_of_an_environment_fail(given: dict[str, Any], reason: str) -> None:
     score, one = await play(imported(Turns(**given)))
     assert reason in score.reason
     assert (one.reward, one.token_rewards) == (0.0, None)
 
 
-async def test_environment_gives_values_itself() -> None:
+async def test_environment_may_set_token_values_itself() -> None:
     _, one = await play(imported(Turns(token_values=[0.5, *[None] * 6])))
     assert rewards_of(one) == [None, None, 0.5, *[None] * 6]
 
 
-async def test_values_of_other_tokens_are_a_failure() -> None:
+async def test_token_values_for_other_tokens_fail_the_response() -> None:
     class Elsewhere(Turns):
         async def play(self, episode: Episode) -> Score | None:
             await super().play(episode)

@@ -357,7 +357,7 @@ def test_kl_penalty_is_subtracted_at_its_turn() -> None:
         ({"credit": "turn", "gae_lambda": 0.5}, "advantage.gae_lambda = 0.5: this key has no effect without a critic"),
     ],
 )
-def test_credit_options_that_do_not_fit_each_other_are_refused(keys: dict[str, object], why: str) -> None:
+def test_contradictory_credit_options_are_refused(keys: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         part_of(**keys)
 

@@ -169,7 +169,9 @@ class Placed(Repeats):
 
 
 @pytest.mark.parametrize("places", [2, None])
-async def test_episodes_that_wait_for_a_place_are_played(monkeypatch: pytest.MonkeyPatch, places: int | None) -> None:
+async def test_episodes_beyond_the_limit_wait_and_are_played(
+    monkeypatch: pytest.MonkeyPatch, places: int | None
+) -> None:
     """Three of five episodes cannot ask before others end; with None, nobody knows of the places."""
     batches = list[int]()
 

@@ -170,7 +170,7 @@ async def test_other_request_does_not_recall_the_turn(changes: dict[str, Any]) -
     assert [(one.turn, one.reason) for one in after._restarts] == [(0, OTHER_REQUEST)]
 
 
-async def test_aborted_generation_is_not_stored() -> None:
+async def test_aborted_turn_is_not_stored() -> None:
     folder = Folder()
     journal = TurnJournal(folder, waits=True)
     await journal.record(KEY, request(), made(StopReason.ABORTED))
@@ -178,7 +178,7 @@ async def test_aborted_generation_is_not_stored() -> None:
     assert [turn.key.turn for turns in folder.files.values() for turn in turns] == [1]
 
 
-async def test_turn_is_returned_after_it_is_stored() -> None:
+async def test_turn_is_returned_only_after_it_is_stored() -> None:
     folder = Folder()
     folder.gate.clear()
     journal = TurnJournal(folder, waits=True)
@@ -202,7 +202,7 @@ async def test_background_turn_does_not_wait_for_storage() -> None:
     writer.cancel()
 
 
-async def test_failed_write_fails_only_the_turns_that_wait() -> None:
+async def test_failed_write_fails_only_waiting_turns() -> None:
     folder = Folder()
     folder.error = StoreFailed("the disk is full")
     journal = TurnJournal(folder, waits=True)
@@ -215,7 +215,7 @@ async def test_failed_write_fails_only_the_turns_that_wait() -> None:
     writer.cancel()
 
 
-async def test_waiting_turn_ends_with_the_journal() -> None:
+async def test_waiting_turn_ends_when_the_journal_closes() -> None:
     folder = Folder()
     folder.gate.clear()
     journal = TurnJournal(folder, waits=True)
@@ -241,7 +241,7 @@ def test_turns_are_recalled_only_up_to_the_first_gap(stored: set[int], changed: 
     assert recalled == list(range(first))
 
 
-async def test_failed_delete_of_a_file_fails_nothing() -> None:
+async def test_failed_deletion_of_a_turn_file_is_ignored() -> None:
     class Away(Folder):
         async def delete(self, path: str) -> None:
             raise Unreachable("the store is away")
@@ -291,7 +291,7 @@ def test_turns_of_running_groups_are_kept_after_a_crash() -> None:
     assert not list(store.list("turns"))
 
 
-async def test_new_claim_writes_files_of_its_own() -> None:
+async def test_new_scheduler_writes_its_own_turn_files() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     for claim in (1, 2):
         files = TurnFiles(store, claim)

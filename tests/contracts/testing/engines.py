@@ -139,7 +139,7 @@ class EngineContract:
         async with open_case(cls().build()) as case:
             yield case
 
-    async def test_foreign_part_is_refused_alone(self, case: EngineCase) -> None:
+    async def test_text_only_engine_refuses_an_image(self, case: EngineCase) -> None:
         """An engine that reads tokens alone names the part in one sentence, and other requests go on."""
         mixed = ModelInput.from_parts([Int32s.of((3, 7)), ForeignPart("image", "5e" * 32, 4), Int32s.of((11,))])
         asked = replace(case.request(), prompt=mixed), case.request()
@@ -193,7 +193,7 @@ class EngineContract:
         expected = case.reference.logprobs(case.engine.version, tokens)
         assert answer == pytest.approx(expected, abs=1e-4)
 
-    async def test_no_token_between_suspend_and_resume(self, case: EngineCase) -> None:
+    async def test_suspended_engine_generates_no_token(self, case: EngineCase) -> None:
         requests, tasks = await start_requests(case)
         await case.engine.suspend("continue")
         late = asyncio.create_task(case.engine.generate(case.request(4)))
@@ -239,7 +239,7 @@ class EngineContract:
                 assert generation.logprobs[-new:] == pytest.approx(expected[-new:], abs=1e-4)
         assert spanning, "no response went on after the update"
 
-    async def test_restart_aborts_running_requests(self, case: EngineCase) -> None:
+    async def test_engine_restart_aborts_running_requests(self, case: EngineCase) -> None:
         _, tasks = await start_requests(case)
         await case.engine.suspend("restart")
         generations = await asyncio.wait_for(asyncio.gather(*tasks), case.hang_seconds)
@@ -264,7 +264,7 @@ class EngineContract:
         for generation in await asyncio.gather(*tasks[2:]):
             assert generation.ending in (StopReason.STOP, StopReason.LENGTH)
 
-    async def test_abort_never_overtakes_its_request(self, case: EngineCase) -> None:
+    async def test_abort_never_arrives_before_its_request(self, case: EngineCase) -> None:
         request = case.request(LONG)
         task = asyncio.create_task(case.engine.generate(request))
         await asyncio.sleep(0)
@@ -281,7 +281,7 @@ class EngineContract:
         await asyncio.gather(*tasks, return_exceptions=True)
         check(await case.engine.generate(case.request()))
 
-    async def test_progress_is_the_beginning_of_the_answer(self, case: EngineCase) -> None:
+    async def test_progress_of_a_request_is_a_prefix_of_its_response(self, case: EngineCase) -> None:
         requests, tasks = await start_requests(case)
         ids = [request.id for request in requests]
         whole, later = (case.engine.progress(dict.fromkeys([*ids, "unknown"], since)) for since in (0, 2))
@@ -293,7 +293,7 @@ class EngineContract:
             assert later[id] == begin_of(generations[id], 2 + len(later[id])).after(2)
         assert case.engine.progress(dict.fromkeys(ids, 0)) == {}
 
-    async def test_answer_continues_from_its_prefix(self, case: EngineCase) -> None:
+    async def test_response_continues_from_a_given_prefix(self, case: EngineCase) -> None:
         requests = [case.request(LONG) for _ in range(4)]
         made = await asyncio.gather(*map(case.engine.generate, requests))
         request, whole = max(zip(requests, made, strict=True), key=lambda pair: len(pair[1].tokens))
@@ -345,7 +345,7 @@ class EngineContract:
         generations = await asyncio.gather(*map(case.engine.generate, requests))
         assert [generation.id for generation in generations] == [request.id for request in requests]
 
-    async def test_death_reaches_every_call(self, case: EngineCase) -> None:
+    async def test_engine_death_fails_every_waiting_call(self, case: EngineCase) -> None:
         """The test kills the engine, so no other test of the engine may follow: this test is the last of the class."""
         requests, tasks = await start_requests(case)
         ids = [request.id for request in requests]

@@ -220,7 +220,7 @@ class LearnerContract:
         assert saved(learner) == once, AGAIN
 
     @pytest.mark.parametrize("versions", [1, 2])
-    def test_stored_tensors_do_not_change_before_settle(self, learner: Learner, versions: int) -> None:
+    def test_stored_tensors_stay_unchanged_until_they_are_written(self, learner: Learner, versions: int) -> None:
         """A version is stored while the next version is computed. If storing fails, the learner stays unchanged."""
         before = saved(self.train(learner, versions))
         given, seen = (learner.weights(), learner.state()), list[tuple[Files, Files]]()
