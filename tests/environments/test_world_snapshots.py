@@ -35,7 +35,7 @@ def resume(config: Any, before: SpokenEpisode, *responses: str) -> tuple[Score |
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_episode_continues_from_its_snapshot(turns: int) -> None:
+def test_environment_continues_from_its_snapshot(turns: int) -> None:
     whole, _, _ = play(gym("Saving"), "1")
     score, before, _ = play(gym("Saving"), "1", turns=turns, keeps_snapshots=True)
     assert score is None
