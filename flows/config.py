@@ -330,7 +330,7 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
         parts.append(str(part))
         if isinstance(part, str):
             fields = [one.model_fields[part] for one in here if part in one.model_fields]
-            if not fields:  # This is a user-defined name in a table of sections.
+            if not fields:  # a user-defined name in a table of sections
                 continue
             here, entered = [one for info in fields for one in sections_of(info.annotation)], True
             named = bool(here) and any(map(is_table, fields))

@@ -180,7 +180,7 @@ def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | No
         fix = f"to change it: rollflow resume {context.uri} --set {change.key}=VALUE"
         words = "%s = %s applies, as recorded in the run's log, instead of %s; %s"
         get_run_logger().warning(words, change.key, change.before, change.after, fix)
-    context.prompts()  # This raises an error if the prompt files have changed since the run was created.
+    context.prompts()  # an error is raised here if the prompt files have changed since the run was created
     return context
 
 

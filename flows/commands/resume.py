@@ -39,7 +39,7 @@ def command(options: argparse.Namespace) -> int:
             print(note, file=sys.stderr)
         for change in list_changed_scorers(context):
             print(f"{change}; `rollflow rejudge` shows what it decides differently", file=sys.stderr)
-        context.prompts()  # This raises an error if the prompts have changed since the run's start.
+        context.prompts()  # an error is raised here if the prompts have changed since the run's start
         return run.drive(context)
 
 

@@ -49,7 +49,7 @@ def command(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    # These modules are imported here because they import Prefect and MLflow, which takes seconds.
+    # these imports stand here because Prefect and MLflow take seconds to import
     from rollflow.flows.session import open_session
     from rollflow.flows.tracking.tracking import VIEW
 

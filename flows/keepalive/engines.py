@@ -4,7 +4,7 @@
 
 Nothing here blocks on one engine. The scheduler begins with the first ready engine, and the others join later. While an
 engine restarts, the others serve and take over its requests. A separate engine for evaluations is started when the
-first evaluation is due.
+first evaluation begins.
 """
 
 from __future__ import annotations

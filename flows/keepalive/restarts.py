@@ -145,7 +145,7 @@ class Outage:
 
 
 class Restarts:
-    """The components of a run that have failed, and their recoveries. See the module's docstring."""
+    """The components of a run that have failed, and their recoveries."""
 
     def __init__(
         self, budget: RestartBudget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time

@@ -29,10 +29,10 @@ FINISH_SECONDS = 30.0  # Longest time in seconds until all reward models have en
 
 
 class ModelKeepers:
-    """Watches and restarts all copies of a run's reward models. See the module's docstring."""
+    """Watches and restarts all copies of a run's reward models."""
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
-        """Start a keeper for each copy."""
+        """Start a thread that watches each copy of a reward model."""
         self._context, self._log = context, log
         self._failures: list[Exception] = []
         self._names = model_names(context.config)

@@ -80,7 +80,7 @@ def _await_ports(place: Path) -> None:
 
 
 def main() -> int:
-    """Run `rollflow serve`, restart it when it dies, and return the exit code. See the module's docstring."""
+    """Run `rollflow serve`, restart it when it dies, and return the exit code."""
     place, ended = run_home(), StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]

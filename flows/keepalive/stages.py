@@ -304,7 +304,9 @@ class Stages:
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel, the Ray actor that buffers trajectories. It does not retry failed reads of the storage."""
+        """Start the channel, the Ray actor that buffers trajectories. The channel does not retry failed reads of the
+        storage.
+        """
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)

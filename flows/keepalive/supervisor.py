@@ -1,9 +1,9 @@
 """Follows a run for `rollflow run`: reads the run's status from its storage, and restarts its supervisor after a crash.
 
-The supervisor is the Prefect flow that starts and watches a run's stages. It is restarted if its process, its runner or
-its Ray cluster was killed. If the supervisor's flow run failed or was cancelled, the training run ends. If it was
-paused, `rollflow run` waits until a user resumes it. The run is not affected if the Prefect server or the storage is
-unreachable for a moment.
+The supervisor is the Prefect flow that starts and watches a run's stages. The supervisor is restarted if its process,
+its runner or its Ray cluster was killed. If the supervisor's flow run failed or was cancelled, the training run ends.
+If it was paused, `rollflow run` waits until a user resumes it. The run is not affected if the Prefect server or the
+storage is unreachable for a moment.
 """
 
 from __future__ import annotations

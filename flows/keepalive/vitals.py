@@ -35,7 +35,8 @@ class Vitals:
         self._began, self._window = time.monotonic(), None
 
     def check_actor(self) -> bool:
-        """Check an actor that does not answer. Return True if Ray is still creating the actor.
+        """Decide whether an actor that does not answer is still being created, busy, dead or stuck. Return True if Ray
+        is still creating the actor.
 
         Raises:
             Unreachable: the actor is dead or stuck; the message says how this was found.

@@ -6,9 +6,9 @@ for such a worker process, and the actor would not start meanwhile.
                         +-- dies: a file in the cluster's folder, named by the worker's process id
                                   --> `explain_lost_worker`, once
 
-The worker writes the file itself if it can (`ray_worker`, which knows the error). Otherwise `WorkerWatch` in the
-raylet's parent process notices that the worker is gone, and writes the file. `explain_lost_worker` reads the file, if
-the environment names the folder.
+The worker writes the file itself if it can (`ray_worker`, which knows the error). If the worker cannot write the file,
+`WorkerWatch` in the raylet's parent process notices that the worker is gone, and writes the file. `explain_lost_worker`
+reads the file, if the environment names the folder.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ LEAST_MEMORY = 4 << 30  # available memory in bytes that is needed to start a sp
 
 
 class PrewarmedWorkers:
-    """Keeps spare Ray workers for one raylet, the process that starts Ray's workers on a node. See the module's
-    docstring.
-    """
+    """Keeps spare Ray workers for one raylet, the process that starts Ray's workers on a node."""
 
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:
         """Prepare spare Ray workers for the raylet with process id `raylet` at `address`; `folder` stores the requests

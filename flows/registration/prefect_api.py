@@ -238,9 +238,9 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
     """Mark the flow runs of a Prefect deployment as crashed if their runner process has died; return the flow runs'
     names.
 
-    If `scheduled` is true, flow runs that are due and have not started are marked as well; otherwise the next runner
-    process starts them. In the deployment `SERVED`, flow runs that wait for a user or for their scheduled time are not
-    marked, because Prefect would not create them again.
+    If `scheduled` is true, flow runs whose scheduled time has passed and that have not started are marked as well;
+    otherwise the next runner process starts them. In the deployment `SERVED`, flow runs that wait for a user or for
+    their scheduled time are not marked, because Prefect would not create them again.
     """
     from prefect.states import Crashed
 

@@ -10,11 +10,11 @@ SIGKILL at once, because nobody waits for their orderly end. No other process ev
 is the command's exit code. The guarantees hold even if the guard itself gets SIGKILL. At the end the pipe to the
 guard's standard input breaks, which tells the owner.
 
-Mechanism: the guard is the "child subreaper" of its descendants. So an orphan becomes a child of the guard instead of a
-child of init, and the guard can find the orphan. A second guard stands between the guard and the command. Each of the
-two guards ends all processes below itself when the other guard is gone. A guard costs milliseconds, because it uses the
-standard library only and runs as a script. Without a subreaper (macOS), orphans that also left the session cannot be
-found.
+Mechanism: the guard is the "child subreaper" of its descendants. An orphan therefore becomes a child of the guard
+instead of a child of init, and the guard can find the orphan. A second guard stands between the guard and the command.
+Each of the two guards ends all processes below itself when the other guard is gone. A guard costs milliseconds, because
+it uses the standard library only and runs as a script. Without a subreaper (macOS), orphans that also left the session
+cannot be found.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Collects what is logged to MLflow besides metrics: the description of a run at its start, and its result at its end.
-Both are read from the run's storage. This module does not import MLflow.
+The description and the result are read from the run's storage. This module does not import MLflow.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Writes a run's status once a second to `status.json`, and logs its metrics to MLflow. Both are computed from the
-run's log and from the status of each stage (rollout, reward and train). No decision of rollflow depends on them.
+"""Writes a run's status once a second to `status.json`, and logs its metrics to MLflow. The status and the metrics are
+computed from the run's log and from the status of each stage (rollout, reward and train). No decision of rollflow
+depends on them.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Tracker:
         return self.page_on(redact(self.place.uri))
 
     def page_on(self, server: str) -> str:
-        """Return the address of the run's page on an MLflow server that shows the same database."""
+        """Return the address of the run's page on an MLflow server that shows the tracker's database."""
         where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
         return f"{server.rstrip('/')}/#/experiments{where}{VIEW}"
 

@@ -51,8 +51,8 @@ class VersionCurve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedRun:
-    """One of the compared runs, with the texts and curves that the comparison shows. `result`, `cost` and `idle` (the
-    idle share of each stage) are texts for users. `config` maps configuration keys to texts.
+    """A run in a comparison, with the texts and curves that the comparison shows. `result`, `cost` and `idle` (the idle
+    share of each stage) are texts for users. `config` maps configuration keys to texts.
     """
 
     name: str

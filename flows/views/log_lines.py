@@ -69,7 +69,7 @@ class LogLines(logging.Formatter):
         super().__init__()
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the log record as one JSON object. See the module's docstring."""
+        """Return the log record as one JSON object."""
         known = {"stage": getattr(record, "flow_name", None)} | _about
         facts = {name: getattr(record, name, known.get(name)) for name in FACTS}
         line = {

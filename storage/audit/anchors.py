@@ -4,8 +4,8 @@ cannot write.
     12:6b86b273...   entry 12 has this sha256
 
 Each entry names the hash of the previous entry, so the anchor of an entry also proves all earlier entries. The log is
-append-only, so an anchor stays valid as the run continues. If `rollflow audit --repair` moved an entry away, the check
-reports an anchor of this entry.
+append-only, so an anchor stays valid as the run continues. If `rollflow audit --repair` moved a log entry away, the
+check reports an anchor of that entry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Anchor:
 
 
 def parse_anchor(text: str) -> Anchor:
-    """Parse an anchor, the number and the hash of a log entry, which is written as `N:SHA256`.
+    """Parse the number and the hash of a log entry (an anchor), written as `N:SHA256`.
 
     Raises:
         ConfigError: the text does not have the form `N:SHA256`.
@@ -50,7 +50,7 @@ def parse_anchor(text: str) -> Anchor:
 
 
 def first_anchor(run: ObjectStore) -> Anchor:
-    """Return the anchor of entry 0."""
+    """Return the anchor (number and hash) of log entry 0."""
     return Anchor(0, hashlib.sha256(run.get(entry_path(0))).hexdigest())
 
 

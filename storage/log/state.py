@@ -114,7 +114,8 @@ class RunState:
     alpha: float = 0.0
     group_size: int = 1
     retention: Retention = field(default_factory=Retention)
-    claims: dict[str, Claim] = field(default_factory=dict)  # maps a role to the newest claim to the role
+    # maps a role to the process that took the role last
+    claims: dict[str, Claim] = field(default_factory=dict)
     version: int = -1  # the newest policy version
     published: int = -1  # the log entry that published the newest policy version
     next_batch: int = 0
