@@ -1,5 +1,5 @@
-"""Writes `docs/configuration.md`, a Markdown page of all configuration keys of a recipe and of a hardware file. The
-page is generated from the configuration models, and a test compares both.
+"""Writes `docs/configuration.md`, a Markdown page of all configuration keys of a recipe and of a hardware file. A test
+checks that the page equals the configuration models.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly
     text.
 
     A policy is never promoted if it or the best policy has fewer than `plan.answers` evaluated answers, because the
-    z-test needs many.
+    z-test needs many answers.
     """
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
     # If a night is repeated, its policy may already be the best one; then both scores are equal.

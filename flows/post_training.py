@@ -6,9 +6,9 @@
 Each step of this diagram is a box on the flow run's page in Prefect.
 
 The supervisor starts and watches the stages; the run's data does not pass through the supervisor. A supervisor reads
-the run's state from the run's storage, so a new supervisor can replace a dead one. A supervisor claims its run in the
-log, and only the newest claim is valid: an older supervisor gets `Deposed` and stops. A run that a user has stopped,
-paused or cancelled can be resumed from its storage.
+the run's state from the run's storage, so a new supervisor can replace a dead one. A supervisor takes its run over by a
+log entry; an older supervisor then gets `Deposed` and stops. A run that a user has stopped, paused or cancelled can be
+resumed from its storage.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
 
 def check_policy(config: RunConfig, folder: Path, *, engine: bool = True) -> PolicyTokenizer:
     """Check the policy's files, inference engine, end tokens, context length and chat templates, and write all its end
-    tokens into the folder. Return its tokenizer. Without `engine`, the inference engine is not checked.
+    tokens into the folder. Return the policy's tokenizer. Without `engine`, the inference engine is not checked.
 
     Raises:
         ConfigError: the policy cannot answer the recipe's prompts.

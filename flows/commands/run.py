@@ -106,8 +106,8 @@ def _announce(context: RunContext, began: float) -> None:
 
 
 def _show(session: Session, context: RunContext, began: float) -> RunStatus:
-    """Start the Prefect flow run that supervises the training run, and show the training run until it ends. Return its
-    last status. Ctrl-C cancels the run.
+    """Start the Prefect flow run that supervises the training run, and show the training run until it ends. Return the
+    last status of the training run. Ctrl-C cancels the run.
     """
     status = kept = RunStatus(context.run_id)
     try:

@@ -2,9 +2,9 @@
 
     missing --> starting --> ready --> joining the scheduler --> serving --dead or silent--> missing
 
-Nothing here blocks on one engine. The scheduler begins with the first ready engine, and the others join later. While an
-engine restarts, the others serve and take over its requests. A separate engine for evaluations is started when the
-first evaluation begins.
+Nothing here blocks on one engine. The scheduler begins with the first ready engine, and the other engines join later.
+While an engine restarts, the other engines serve and take over its requests. A separate engine for evaluations is
+started when the first evaluation begins.
 """
 
 from __future__ import annotations

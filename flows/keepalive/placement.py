@@ -15,7 +15,7 @@ from rollflow.tasks.run.reward_models import model_cpus
 
 def check_private_placement(config: RunConfig) -> None:
     """Reject custom labels and custom resources for a private Ray cluster. The only node of a private cluster has no
-    custom labels or resources, so actors that require them would never start.
+    custom labels or resources, so an actor that requires a custom label would never start.
 
     Raises:
         ConfigError: the configuration requires a custom label or resource for a role such as the learner.

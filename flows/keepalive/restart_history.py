@@ -1,8 +1,8 @@
 """Counts from a run's recovery records how often earlier processes restarted each part of the run. Restarts by earlier
 processes still count against the limit, until a user starts or resumes the run.
 
-A background thread reads the records, and the first restart waits at most `WAIT_SECONDS` for them. A damaged record is
-skipped. A restart is recorded only when the component works again.
+A background thread reads the recovery records, and the first restart waits at most `WAIT_SECONDS` for them. A damaged
+record is skipped. A restart is recorded only when the component works again.
 """
 
 from __future__ import annotations

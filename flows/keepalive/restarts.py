@@ -39,7 +39,7 @@ class RestartBudget:
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
     ) -> None:
-        """Create a counter of restarts. The restarts in the history `earlier` count, too."""
+        """Create a counter of restarts. The restarts in the history `earlier` are counted as well."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()
@@ -192,7 +192,7 @@ class Restarts:
             outage.launched = self._clock()
 
     def note_progress(self, role: str, progress: float) -> Recovery | None:
-        """Record the progress of the component `role`. If this progress completes the recovery of the component, return
+        """Record the progress of the component `role`. If the progress completes the recovery of the component, return
         the recovery.
         """
         outage = self._outages.get(role)

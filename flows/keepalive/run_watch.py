@@ -1,7 +1,7 @@
 """Watches a run for its supervisor process: checks the stages (rollout, reward and train) twice a second, and writes
 the run's status once a second.
 
-A user ends a run with `rollflow stop`, or by pausing the run's Prefect flow run; this module then raises `RunEnded`.
+A user ends a run with `rollflow stop`, or by pausing the run's Prefect flow run; in both cases `RunEnded` is raised.
 `rollflow stop` ends the run after its next policy version. `rollflow stop --now` and a pause end the run immediately,
 and the work since its newest version is lost.
 """

@@ -2,8 +2,8 @@
 
 The supervisor is the Prefect flow that starts and watches a run's stages. The supervisor is restarted if its process,
 its runner or its Ray cluster was killed. If the supervisor's flow run failed or was cancelled, the training run ends.
-If it was paused, `rollflow run` waits until a user resumes it. The run is not affected if the Prefect server or the
-storage is unreachable for a moment.
+If the supervisor's flow run was paused, `rollflow run` waits until a user resumes it. The run is not affected if the
+Prefect server or the storage is unreachable for a moment.
 """
 
 from __future__ import annotations
@@ -133,10 +133,7 @@ class SupervisorKeeper:
             self._moved = seen, time.monotonic()
 
     def _is_stuck(self, status: RunStatus) -> bool:
-        """Return whether the run's supervisor has written no new status for too long.
-
-        A supervisor writes the run's status once a second while it watches the stages.
-        """
+        """Return whether the run's supervisor has written no new status for too long."""
         longest = self._patience if status.phase == "training" else self._patience + self._window
         return time.monotonic() - self._moved[1] > longest
 

@@ -78,7 +78,7 @@ class SupervisorRestarter:
 
     def look(self, log: Callable[[str], None]) -> None:
         """Restart the supervisors (supervising flow runs) that have crashed since the last call. If a supervisor cannot
-        be restarted, the reason is logged once, and this supervisor is not tried again.
+        be restarted, the reason is logged once, and there is no further try.
         """
         self._starting = [successor for successor in self._starting if not is_up(successor)]
         with contextlib.suppress(Unreachable), open_client() as client:

@@ -24,11 +24,11 @@ NO_PROBE = WeightsProbe((), (), 0.0)
 
 @dataclass(frozen=True, slots=True)
 class AskedPolicy:
-    """A policy that answers prompts. `folder` contains its config and tokenizer; `weights` returns the folder with its
-    weights.
+    """A policy that answers prompts. `folder` contains the policy's config and tokenizer; `weights` returns the folder
+    with the policy's weights.
 
-    `probe` contains tokens, and the log-probs that an engine with these weights must compute for them. `probe` is empty
-    if the policy is a Hugging Face folder.
+    `probe` contains tokens, and the log-probs that an engine with the policy's weights must compute for the tokens.
+    `probe` is empty if the policy is a Hugging Face folder.
     """
 
     name: str

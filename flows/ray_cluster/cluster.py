@@ -244,7 +244,7 @@ def check_actor_options(config: ClusterConfig) -> None:
     starts an actor.
 
     Raises:
-        ConfigError: Ray would reject one of these values.
+        ConfigError: Ray would reject a label, a resource or the `runtime_env`.
     """
     options = [("runtime_env", "runtime_env", config.runtime_env, config.runtime_env)]
     for role in get_args(Role):

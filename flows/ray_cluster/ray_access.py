@@ -1,6 +1,6 @@
 """Checks whether a Ray cluster admits this machine: whether the token and TLS are accepted, and whether the cluster has
-a node on this machine. These checks run before Ray connects, because Ray's own error comes after a minute and names
-neither the token nor the node.
+a node on this machine. The access checks run before Ray connects, because Ray's own error comes after a minute and
+names neither the token nor the node.
 """
 
 from __future__ import annotations

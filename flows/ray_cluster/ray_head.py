@@ -1,6 +1,6 @@
 """Starts the head and further nodes of private Ray clusters on loopback, and manages the folders of their processes.
 
-The Ray head detects a dead node within about three seconds; calls to actors on this node fail afterwards.
+The Ray head detects a dead node within about three seconds; later calls to actors on the dead node fail.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _label_group(group: Sequence[ComparedRun]) -> str:
 
 def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str, str] | None:
     """Draw the chart of the curve `what`, and return its picture, caption and description. Return None if no compared
-    run has this curve.
+    run has the curve.
     """
     bands = []
     for n, group in enumerate(group_seeds(runs)):

@@ -66,7 +66,7 @@ def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]
 
 def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:
     """Return the outcome of a group of responses as JSON values. If the group of responses was committed, its
-    trajectories with their texts are included. With `sample`, only the trajectory of this number is included.
+    trajectories with their texts are included. If `sample` is given, only the trajectory of this number is included.
 
     Raises:
         ConfigError: the run has no such group of responses, or the group has no trajectory `sample`.

@@ -95,7 +95,8 @@ def _check_unjudged(body: BatchCommitted, after: RunState, limits: BatchLimits |
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
     """Check that the config allows the reason for which a group of responses was discarded. If the group was discarded
-    as stale or redundant, also check that it was too old."""
+    as stale or redundant, also check that the group was too old.
+    """
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"

@@ -1,7 +1,7 @@
 """Checks the optional columns of a trajectory batch, such as the outcome, the turns and the scorer version.
 
 Suffixes of array names give the shapes: `_R` for rows, `_T` for the tokens of all rows, `_S` for sets of candidate
-tokens, and `_K` for the tokens in these sets.
+tokens, and `_K` for the tokens in the sets of candidates.
 """
 
 from __future__ import annotations

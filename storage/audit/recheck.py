@@ -1,5 +1,5 @@
 """Rereads log entry 0 and the newest log entries that an earlier audit has read. An audit that continues from an
-earlier result thereby checks that this result still matches the log.
+earlier result must check that the log still matches the earlier result.
 """
 
 from __future__ import annotations

@@ -87,11 +87,11 @@ class Claimed:
 class BatchCommitted:
     """The commit of batch `number`, on which policy version `number` is trained to become policy version `number + 1`.
 
-    The field `issued` lists the prompts that were sent to the engines for the first time since the scheduler's last
-    commit, in this order. The field `discards` lists the groups of responses that were discarded since the scheduler's
-    last commit. The field `rates` lists the known pass rates of the groups in the batch and of filtered groups. The
-    field `unjudged` lists responses that could not be judged, with reasons: the responses that are left out of their
-    groups, and one response of each group that was discarded as unjudged.
+    The field `issued` lists, in order, the prompts that were sent to the engines for the first time since the
+    scheduler's last commit. The field `discards` lists the groups of responses that were discarded since the
+    scheduler's last commit. The field `rates` lists the known pass rates of the groups in the batch and of filtered
+    groups. The field `unjudged` lists responses that could not be judged, with reasons: the responses that are left out
+    of their groups, and one response of each group that was discarded as unjudged.
     """
 
     number: int

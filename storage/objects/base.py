@@ -1,5 +1,5 @@
 """Defines the interface of an object store, which maps relative paths such as `log/0000000007.json` to byte strings.
-The suite `tests/contracts/test_objects.py` tests these guarantees on every backend.
+The suite `tests/contracts/test_objects.py` tests the guarantees of a store on every backend.
 
 The method `create` is an atomic put-if-absent: one of several racing writers succeeds, and the others get `Conflict`.
 The method `put` replaces an object atomically. A reader sees a whole object or no object. A completed write survives a

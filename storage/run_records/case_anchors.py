@@ -1,6 +1,6 @@
 """Stores run times of correct programs, from which the adaptive deadlines of test cases are computed:
 `case_anchors/<section>.json` for each scorer. A restarted reward actor (the Ray actor that scores responses) reads the
-record; without it, deadlines begin again at the maximum.
+stored run times; otherwise, deadlines would begin again at the maximum.
 """
 
 from __future__ import annotations

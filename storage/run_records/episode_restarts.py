@@ -1,5 +1,5 @@
 """Stores why episodes could not continue from their stored turns after a crash: `episode_restarts/<claim>-<n>.json`.
-The policy generates the lost turns of these episodes again.
+The policy generates turns again that could not be restored.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 crash, a new scheduler continues each episode from its last stored turn.
 
 Each file has turns of many episodes and snapshots of environments, one per line; the first line is the SHA-256 of the
-other lines. A missing or damaged file only means that its turns are generated again.
+other lines. If a file is missing or damaged, the turns in the file are generated again.
 """
 
 from __future__ import annotations

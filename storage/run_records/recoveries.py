@@ -1,5 +1,5 @@
 """Stores the recoveries of a run: one object, `recoveries/<n>.json`, for each dead process that was restarted and made
-progress again. A restarted supervisor reads from these records how often each role was restarted, which limits further
+progress again. A restarted supervisor reads from the recoveries how often each role was restarted, which limits further
 restarts. A background thread stores the records, so that no restart waits for storage.
 """
 

@@ -1,6 +1,6 @@
 """Stores a description of each version of a run's scorers: one object, `scorers/<section>/<version>.json`, for each
-version. The descriptions tell a user what the scorer versions in the rows of batches mean; no code reads them to decide
-anything.
+version. A description tells a user what a scorer version in the rows of batches means; no code decides anything by the
+descriptions.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class SecondVerdictCounts:
     flips: int = 0
 
     def add(self, version: str, *, is_flip: bool) -> None:
-        """Count a second verdict. If the counts are of another version of the scorer, drop these counts first."""
+        """Count a second verdict. If the stored counts are of another version of the scorer, they are dropped first."""
         if version != self.version:
             self.version, self.verdicts, self.flips = version, 0, 0
         self.verdicts += 1

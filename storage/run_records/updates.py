@@ -1,5 +1,6 @@
 """Stores how long each weight update paused the inference engines: one object per policy version,
-`updates/<version>.json`. Only `rollflow plan` reads these records, to fit its simulation to a recorded run.
+`updates/<version>.json`. Only `rollflow plan` reads the records of weight updates, to fit its simulation to a recorded
+run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Counts the responses of an evaluation, and shows the accuracies with their intervals as a table or as JSON.
 
 Each accuracy (share of right responses) is shown with its 95% confidence interval by Wilson's formula. If a prompt has
-several responses, the interval uses a smaller number (`effective_size`), because these responses are not independent.
+several responses, the interval uses a smaller number (`effective_size`), because responses to one prompt are not
+independent.
 """
 
 from __future__ import annotations
