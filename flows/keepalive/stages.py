@@ -3,8 +3,7 @@ consists of a Prefect flow run and a Ray actor.
 
 A stage is restarted if the process of its flow run was killed, or if the flow has not restarted a lost actor for
 `UNATTENDED_SECONDS`. The new flow run uses the actors that are still alive. If a stage's flow run *failed*, the whole
-run ends. A restarted supervisor continues with the flow runs that the dead supervisor started. While the Prefect server
-does not answer, each flow run is assumed to be in its last known state.
+run ends. A restarted supervisor continues with the stages of the dead supervisor.
 """
 
 from __future__ import annotations
