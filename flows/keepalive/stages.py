@@ -207,7 +207,7 @@ class Stages:
             self._log(f"{error}; the run continues meanwhile")
 
     def look_at_own(self) -> None:
-        """Read whether a user paused the supervisor's flow run, after the stages have ended."""
+        """Read, once the stages have ended, whether a user paused the supervisor's flow run."""
         with contextlib.suppress(Unreachable), open_client() as client:
             self._note_pause(states_of(client, self._own))
 

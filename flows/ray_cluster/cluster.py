@@ -2,7 +2,7 @@
 limit.
 
 * `attach` connects within its time limit or raises `Unreachable`, whereas Ray itself retries a wrong address forever.
-  During a run, callers of `attach` use the run's time limit `recovery`, because the Ray head may be restarting.
+  During a run, callers of `attach` pass a longer time limit (`recovery`), because the Ray head may be restarting.
 * `attach` keeps this process's SIGTERM and SIGINT handlers, although Ray replaces them. With Ray's signal handlers,
   Prefect would report a cancelled flow run as crashed.
 * `call_within` limits the time that this process waits for a Ray actor. The error of `call_within` names the expected

@@ -1,6 +1,6 @@
 """Writes the artifacts on a run's page in Prefect: tables of the progress and of the sandboxes, links, and the reward
 plot. A background thread sends the requests, so only the method `close` waits for Prefect. A failed request is logged
-only once, and the next update writes the whole table.
+only once, and the next update writes the whole progress table.
 """
 
 from __future__ import annotations

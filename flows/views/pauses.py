@@ -2,8 +2,8 @@
 
 A pause begins with the last batch or policy version before a new supervisor's log entry. A pause ends when the last
 stage has taken its role again. Work that a stopped stage had not finished counts as pause, because the log does not
-show it; a restart of one stage alone is no pause. The cost grows with the number of restarts only, because no other log
-entries are read.
+show it; a restart of one stage alone is no pause. The time to compute the pauses grows with the number of restarts
+only, because no other log entries are read.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
     local = run.local_path(FOLDER)
     if local is not None and not to_the_last:
         return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)
-    if local is not None:  # a local store would sort all names before it yields the first
+    if local is not None:  # the folder is read directly, because the store's `list` would first sort all names
         own = (entry_number(f"{FOLDER}/{name}") for name in (os.listdir(local) if local.exists() else ()))
         return min((number for number in own if number is not None and number > n), default=None)
     numbers = map(entry_number, run.list(FOLDER, after=entry_path(n)))

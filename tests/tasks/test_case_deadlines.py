@@ -97,7 +97,7 @@ def test_deadline_report_is_unchanged_by_json(seconds: dict[int, float], counts:
     assert anchors.list_row("row").keys() == seconds.keys()
 
 
-def test_configured_share_of_killed_cases_is_drawn_for_a_recheck() -> None:
+def test_killed_programs_are_drawn_at_the_configured_rate() -> None:
     drawn = sum(is_drawn(0.05, "row", str(number)) for number in range(20_000))
     assert 850 < drawn < 1150
     assert not any(is_drawn(0.0, str(number)) for number in range(100))

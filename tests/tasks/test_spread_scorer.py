@@ -247,7 +247,7 @@ def test_response_lost_by_two_helpers_is_scored_by_the_actor() -> None:
     run_virtual(main())
 
 
-def test_response_that_only_the_actor_scores_delays_no_helper() -> None:
+def test_response_kept_by_the_reward_actor_delays_no_helper() -> None:
     async def main() -> None:
         home = TimedPlace("home", 1000.0)
         run = Run(2, 2, home=home)

@@ -25,8 +25,8 @@ def add_asking(commands: Commands) -> None:
     )
     add_recipe_arguments(play)
     player = play.add_mutually_exclusive_group()
-    player.add_argument("--random", action="store_true", help="let a policy play that draws each token at random")
-    player.add_argument("--run", metavar="RUN", help="let a version of this run, or a Hugging Face folder, play")
+    player.add_argument("--random", action="store_true", help="play with a policy that draws each token at random")
+    player.add_argument("--run", metavar="RUN", help="play with a version of this run, or with a Hugging Face folder")
     player.add_argument("--endpoint", metavar="URL", help="let a model behind this OpenAI-compatible endpoint play")
     play.add_argument("--version", type=int, metavar="V", help="policy version of --run (default: the newest)")
     add_store_argument(play, "the run of --run")
@@ -73,6 +73,6 @@ def add_rejudge(commands: Commands) -> None:
     rejudge.add_argument("--all", action="store_true", help="judge the batches of all policy versions")
     add_set_argument(rejudge, "set a key of a scorer to another value, e.g. reward.deadline_seconds=30")
     rejudge.add_argument(
-        "--show", type=parse_positive, default=10, metavar="N", help="changed scores to show (default: 10)"
+        "--show", type=parse_positive, default=10, metavar="N", help="number of changed scores to show (default: 10)"
     )
     rejudge.add_argument("--json", action="store_true", help="print the result as one JSON object")
