@@ -1,7 +1,7 @@
 """Runs plain Hugging Face models as an inference engine, for machines without vLLM and for bit-reproducible runs.
 
 - A response depends only on the weights and on its request, including the seed (see `fixed_shape`). A response does not
-  depend on other requests, nor on the length of its given prefix.
+  depend on other requests.
 - A weight update computes the KV cache of running requests again, so every token comes from the weights of a single
   policy version.
 

@@ -72,7 +72,7 @@ class FilePin(KeptFile):
 
 
 class TablePin(KeptFile):
-    """The record of a prompt table, and of the table with its held-out questions if there is one."""
+    """The records of a prompt table and, if one is configured, of a second table with held-out questions."""
 
     kind: Literal["file"] = "file"
     held_out: KeptFile | None = None

@@ -269,7 +269,7 @@ class CompositeReward(RewardBase):
 
     @property
     def compares_group(self) -> bool:
-        """True if a part is a judge that compares the responses to a prompt with each other."""
+        """True if a part of the reward is a judge that compares the responses to a prompt with each other."""
         return any(part.scorer.compares_group for part in self.parts.values())
 
     def permits_change(self, key: str) -> bool:

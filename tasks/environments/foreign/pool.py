@@ -85,8 +85,8 @@ class WorldPool:
         guest.end_of(number).add_done_callback(free)
 
     def _end_guest(self, guest: Guest) -> None:
-        """End all worker processes, because one episode's process does not end; the other running episodes become
-        unjudged."""
+        """End all worker processes, because one episode's process does not end; other running episodes get no
+        reward."""
         if not guest.lost.is_set():
             logging.getLogger(__name__).warning(
                 "environment.%s: a worker process did not end within %g s, so all of them are started anew",

@@ -35,7 +35,7 @@ from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.restore_point import RestorePoint, find_restore_point, recall_turn
 
 WRITE_SECONDS = 0.1  # shortest time in seconds between the starts of two writes
-LONGEST_REASON = 500  # largest number of characters of a reason
+LONGEST_REASON = 500  # largest number of characters of the stored reason why an episode is generated again
 OTHER_REQUEST = "the environment answered differently than before the crash, or the config has changed"
 
 EpisodeKey = tuple[GroupKey, int]  # group, and the number of the episode in the group

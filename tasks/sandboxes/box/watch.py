@@ -177,7 +177,7 @@ def find_excess(limits: dict[str, Any], list_processes: Callable[[], list[int]],
 def _measure(process: str) -> Usage:
     """Return the resource usage of the process with this folder in /proc; zero for an ended process.
 
-    All threads are read, because the first thread may have ended, and then reports no memory and no open files.
+    Every thread of the process is read, because a first thread that has ended reports no memory and no open files.
     """
     threads = [f"{process}/task/{name}" for name in _list(f"{process}/task") or ()]
     lists = [_list(f"{thread}/fd") for thread in threads]
