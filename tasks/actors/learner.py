@@ -226,8 +226,8 @@ class LearnerActor:
             self._step(f"cold start: step {step}, held-out accuracy {found:.2f} of {cold.target_accuracy:.2f}")
 
         self.phase, self.note = LearnerPhase.COLD_START, "cold start"
-        with HeldOutJudge(self.context) as accuracy:
-            pool = open_pool(self.config, self.context.prompts(), self.context.tokenizer)
+        pool = open_pool(self.config, self.context.prompts(), self.context.tokenizer)
+        with contextlib.closing(pool), HeldOutJudge(self.context) as accuracy:
             cold_start(self.learner.model, cold, pool, accuracy, report)
 
     def _keep_weights(self) -> None:

@@ -35,8 +35,11 @@ Encode = Callable[[Prompt, Question], Sequence[Demonstration]]
 class DemonstrationPool:
     """The demonstrations of a run, which are tokenized when they are first drawn."""
 
-    def __init__(self, prompts: RunPrompts, encode: Encode, draw: random.Random) -> None:
-        self._prompts, self._encode, self._draw = prompts, encode, draw
+    def __init__(
+        self, prompts: RunPrompts, encode: Encode, draw: random.Random, close: Callable[[], None] = lambda: None
+    ) -> None:
+        """Draw demonstrations with `draw`. The method `close` calls the function `close`."""
+        self._prompts, self._encode, self._draw, self.close = prompts, encode, draw, close
         self._weights = [config.share for config in prompts.configs]
         self._made: dict[tuple[int, int], Sequence[Demonstration]] = {}
 

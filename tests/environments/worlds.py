@@ -43,7 +43,7 @@ class SpokenEpisode(ScriptedEpisode):
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         turn = self.asked.count("generate")
-        self.said = self.responses[min(turn, len(self.responses) - 1)]
+        self.said = self.responses[min(turn, len(self.responses) - 1)] or "\n"  # a generation has a token
         return await super().generate(stop, max_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:

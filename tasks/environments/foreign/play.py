@@ -19,7 +19,6 @@ from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, s
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.pool import WorldPool
 from rollflow.tasks.environments.foreign.world import World
-from rollflow.tasks.environments.long_text import compute_apart
 from rollflow.tasks.scorers.base import Score, make_storable, validate_score
 
 SEED_BYTES = 4
@@ -48,7 +47,7 @@ class ForeignEpisodes(Environment):
 
     def __init__(self, config: ForeignEnvironment) -> None:
         self._config = config
-        self.health = EnvironmentHealth(config.part, config.max_failures)
+        self.health = EnvironmentHealth(config.part, config.max_failures, config.kind)
         self._name = f"environment {config.part}"
         self._pool: WorldPool | None = None
 
@@ -104,16 +103,11 @@ class ForeignEpisodes(Environment):
     async def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: str) -> bool:
         """Append messages for the policy, or return False if they would leave no room for another turn.
 
-        `frame` is the text around a message for a policy without chat template.
+        If the chat template changes earlier answers, a branch begins. `frame` is the text around a message for a policy
+        without chat template.
         """
         written = [make_storable(text, len(text)) for text in texts]
-        messages = [{"role": role, "content": text, "frame": frame} for text in written]
-        render = episode.ports.renderer.render
-        tokens = await compute_apart(texts, render, episode.prompt, episode.response, messages)
-        if len(tokens) >= episode.room:
-            return False
-        episode.add(tokens)
-        return True
+        return await episode.extend_apart([{"role": role, "content": text, "frame": frame} for text in written])
 
     def _score_end(self, ended: WorldEnded, progress: Progress) -> Score:
         """Return the score of an episode whose process has ended early."""

@@ -3,7 +3,7 @@
     turns of a demonstration --> PlayedEpisode --> trajectory --> the tokens that the policy is trained on
 
 The prompt source gives the text of each turn and each reply; the code that plays episodes turns these texts into
-tokens.
+tokens. An environment of TRL or gymnasium plays the demonstration itself, so its replies are those of an episode.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.records import Prompt, StopReason
+from rollflow.storage.records import Outcome, Prompt, StopReason
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.engines.stop_strings import StopWatch
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ToolsEnvironment
+from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import WorldEnded
 from rollflow.tasks.environments.limits import NO_LIMITS
 from rollflow.tasks.environments.tool_calls import Action
@@ -32,6 +33,7 @@ from rollflow.tasks.prompts.base import DemonstratedTurn, Question
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import VersionedGeneration
+from rollflow.tasks.run.cold_start.environment_thread import EnvironmentThread
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.episode_ports import build_ports
 from rollflow.tasks.scorers.base import Score, ScoreRequest
@@ -40,13 +42,13 @@ DONE = Score(1.0)
 
 
 def open_pool(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> DemonstrationPool:
-    """Open the demonstrations of a run.
+    """Open the demonstrations of a run. The caller closes the pool.
 
     Raises:
         ConfigError: a tool cannot be started or imported.
     """
-    draw = random.Random(f"{config.seed}:cold start")
-    return DemonstrationPool(prompts, DemonstratedEpisodes(config, tokenizer), draw)
+    draw, encode = random.Random(f"{config.seed}:cold start"), DemonstratedEpisodes(config, tokenizer)
+    return DemonstrationPool(prompts, encode, draw, encode.close)
 
 
 class DemonstratedEpisodes:
@@ -57,32 +59,46 @@ class DemonstratedEpisodes:
         self._ports = replace(build_ports(config, tokenizer), limits=NO_LIMITS)
         self._tools = config.environment if isinstance(config.environment, ToolsEnvironment) else None
         self._schemas = list_schemas(self._tools) if self._tools is not None else []
+        foreign = isinstance(config.environment, ForeignEnvironment)
+        self._thread = EnvironmentThread(config.environment) if foreign else None
+
+    def close(self) -> None:
+        """End the processes of the environment."""
+        if self._thread is not None:
+            self._thread.close()
 
     def __call__(self, prompt: Prompt, question: Question) -> list[Demonstration]:
         """Return the demonstrations of a question, one for each branch of its episode.
 
         Raises: ConfigError: the turns do not fit the environment, or are too long for the policy's context.
         """
-        if question.turns or self._tools is not None:
+        if question.turns or self._tools is not None or self._thread is not None:
             turns = question.turns or (DemonstratedTurn(question.answer, ends=True),)
-            return asyncio.run(self._play(prompt, question, turns))
+            if self._thread is not None:
+                return self._thread.run(self._play(prompt, question, turns, self._thread.environment))
+            environment = _GivenReplies(turns) if self._tools is None else self._give_results(turns)
+            return asyncio.run(self._play(prompt, question, turns, environment))
         response = [*self._tokenizer.encode_response(question.answer), self._tokenizer.stop_tokens[0]]
         return [Demonstration(prompt.tokens, response)]
 
-    async def _play(self, prompt: Prompt, question: Question, turns: Sequence[DemonstratedTurn]) -> list[Demonstration]:
+    async def _play(
+        self, prompt: Prompt, question: Question, turns: Sequence[DemonstratedTurn], environment: Environment
+    ) -> list[Demonstration]:
         async def ask(turn: Turn) -> VersionedGeneration | None:
             return self._say(turn, turns[turn.number]) if turn.number < len(turns) else None
 
-        environment = _GivenReplies(turns) if self._tools is None else self._give_results(turns)
         room = self._tokenizer.context - prompt.input.length
-        episode, why = PlayedEpisode(prompt, room, ask, _want_every, _refuse_score, ports=self._ports), ""
+        episode, why = PlayedEpisode(prompt, room, ask, _want_every, _accept, ports=self._ports), ""
         try:
-            await episode.play(environment)
+            score = await episode.play(environment)
+            if score is not None and (_is_broken(score) or (score.reason and episode.turns < len(turns))):
+                why = f" ({score.reason})"
         except (WorldEnded, ValueError) as error:
             why = f" ({error})"
         if episode.turns < len(turns) or why:
-            cure = "let only the last turn answer, or raise policy.cold_start.context"
+            cure = "let only the last turn answer" if self._thread is None else "correct its turns"
             ended = f"ends after {episode.turns} of {len(turns)} turns{why}"
+            cure = f"{cure}, or raise policy.cold_start.context"
             raise ConfigError(f"prompts: the demonstration of the question {question.text!r} {ended}; {cure}")
         given, played = episode.prompt.input.length, episode.trajectories(DONE)
         return [Demonstration([*one.tokens[:given]], [*one.tokens[given:]], [*one.loss_mask[given:]]) for one in played]
@@ -140,5 +156,11 @@ async def _want_every(_: PlayedEpisode) -> bool:
     return True
 
 
-async def _refuse_score(_: ScoreRequest) -> NoReturn:
-    raise AssertionError("a demonstration is not scored")
+async def _accept(_: ScoreRequest) -> Score:
+    """Return a score, because an environment may have the last response of a demonstration scored."""
+    return DONE
+
+
+def _is_broken(score: Score) -> bool:
+    """Return whether an episode ended because its environment failed."""
+    return score.failed or score.outcome is Outcome.UNJUDGED
