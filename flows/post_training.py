@@ -46,7 +46,7 @@ from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.config_history import select_shown
 from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.flows.views.page import Page
-from rollflow.flows.views.progress_blocks import block_rows, sandbox_rows
+from rollflow.flows.views.progress_blocks import block_rows, environment_rows, sandbox_rows
 from rollflow.flows.views.status import Phase, record_end
 from rollflow.flows.views.summary import SUMMARY, summarize
 from rollflow.storage.audit.audit import audit
@@ -134,6 +134,7 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
         table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])
         page.progress(table_rows)
         page.sandboxes(sandbox_rows(writer.sandboxes.totals()))
+        page.environments(environment_rows(writer.environments.totals()))
     step("end the stages", lambda: _end(following, stages, writer))
 
 
@@ -338,6 +339,7 @@ def _finish(
     every = list(split_blocks(0, context.config.versions))
     page.progress(list(block_rows(context, every)))  # Write all rows again, because the last evaluations are new.
     page.sandboxes(sandbox_rows(writer.sandboxes.totals()))
+    page.environments(environment_rows(writer.environments.totals()))
     page.close()
     writer.refresh("done")
     return summary

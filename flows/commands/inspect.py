@@ -20,7 +20,7 @@ from rollflow.flows.commands.cli.chosen_run import chosen_run
 from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.locations import find_published
 from rollflow.flows.services.times import utc_time
-from rollflow.flows.views.audit_table import domains_table
+from rollflow.flows.views.audit_table import build_kind_table, domains_table
 from rollflow.flows.views.config_history import change_sentence, list_changes
 from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.inspect_values import (
@@ -35,7 +35,7 @@ from rollflow.flows.views.inspect_values import (
     version_value,
 )
 from rollflow.flows.views.progress import trained_domains
-from rollflow.flows.views.progress_blocks import sandbox_rows
+from rollflow.flows.views.progress_blocks import environment_rows, sandbox_rows
 from rollflow.flows.views.turns import TurnPart, describe_logprobs, prompt_tokens, render_part, split_turns
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
@@ -44,9 +44,10 @@ from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import GroupKey, Trajectory
+from rollflow.storage.run_records.environment_figures import read_environment_uses
 from rollflow.storage.run_records.episode_restarts import read_restarts
 from rollflow.storage.run_records.recoveries import RecoveryLog
-from rollflow.storage.run_records.sandbox_figures import SandboxFigures, read_sandbox_uses
+from rollflow.storage.run_records.sandbox_figures import read_sandbox_uses
 from rollflow.tasks.rollout.evaluation import read_newest
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.response_reader import ResponseReader
@@ -132,7 +133,11 @@ def _print_run(context: RunContext, console: Console) -> None:
     lost = Counter({reason: count for reason, count in state.totals.groups.items() if reason != "trained"})
     console.print(_discard_table(lost, state.totals.tokens) if lost else "discards: none")
     if sandboxes := read_sandbox_uses(context.store).totals():
-        console.print(_sandbox_table(sandboxes))
+        # the stored figures do not say how many sandboxes are in use now
+        rows = [{name: one for name, one in row.items() if name != "in use"} for row in sandbox_rows(sandboxes)]
+        console.print(build_kind_table("sandboxes", rows))
+    if environments := read_environment_uses(context.store).totals():
+        console.print(build_kind_table("environments", environment_rows(environments)))
     _print_quarantined(context, console)
     _print_recoveries(context, console)
     _print_restarts(context, console)
@@ -152,17 +157,6 @@ def _discard_table(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
         table.add_column(name, justify="right")
     for reason, count in groups.most_common():
         table.add_row(reason, str(count), str(tokens[reason]), f"{tokens[reason] / count:.0f}")
-    return table
-
-
-def _sandbox_table(kinds: Mapping[str, SandboxFigures]) -> Table:
-    """Build a table with a column for each kind of sandbox; the stored figures do not say how many sandboxes are in use
-    now.
-    """
-    rows = sandbox_rows(kinds)
-    table = Table("sandboxes", *(str(row["kind"]) for row in rows))
-    for name in [name for name in rows[0] if name not in ("kind", "in use")]:
-        table.add_row(name, *(str(row[name]) for row in rows))
     return table
 
 

@@ -25,6 +25,7 @@ from rollflow.flows.views.reward_alarms import FlipAlarm, RewardAlarm, find_alar
 from rollflow.flows.views.status import Phase, RunStatus, StageStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.environment_figures import read_environment_uses, store_environment_uses
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.sandbox_figures import list_figures, read_sandbox_uses, store_sandbox_uses
 from rollflow.storage.run_records.usage import CpuUsage, store_usage
@@ -80,6 +81,7 @@ class StatusWriter:
         self._flips: list[FlipAlarm] = []  # Scorers whose verdicts flip.
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
         self.sandboxes = read_sandbox_uses(context.store)  # What happened in the sandboxes of the whole run.
+        self.environments = read_environment_uses(context.store)  # What happened in the environments of the whole run.
 
     def refresh(self, phase: Phase | None = None) -> None:
         """Read the new entries of the run's log, log the metrics of new policy versions to MLflow, and write the run's
@@ -88,6 +90,7 @@ class StatusWriter:
         self._update_flips()
         stages = self.stages
         self.sandboxes.note_all(use for one in (stages.rollout, stages.reward, stages.learner) for use in one.sandboxes)
+        self.environments.note(stages.rollout.environments)
         new = self.progress.advance()
         for place, version in enumerate(new, 1 - len(new)):
             self._update_alarms(place)
@@ -104,6 +107,7 @@ class StatusWriter:
             self._counted = time.monotonic()
             store_usage(self.context.store, self._writer, self.stages.usage)
             store_sandbox_uses(self.context.store, self._writer, self.sandboxes)
+            store_environment_uses(self.context.store, self._writer, self.environments)
         status = self.status(phase or self._phase())
         written = status.at_end(status.phase) if status.ended else status
         self._written_at = time.monotonic()
@@ -119,8 +123,8 @@ class StatusWriter:
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
         """Return the metrics of a policy version. Figures with the prefix `system/` are added unless the policy version
-        is the first one that this process sees. Counts of adaptive time limits, of second verdicts and of sandboxes are
-        added if there are any. The number of reward actors is added if it can exceed one.
+        is the first one that this process sees. Counts of adaptive time limits, of second verdicts, of sandboxes and of
+        environments are added if there are any. The number of reward actors is added if it can exceed one.
         """
         reward, metrics = self.stages.reward, {**version.metrics, "alarms": float(len(self.alarms))}
         if reward.kills:
@@ -131,6 +135,8 @@ class StatusWriter:
             metrics["reward/actors"] = float(reward.actors)
         for kind, figures in self.sandboxes.totals().items():
             metrics |= {f"sandboxes/{kind}/{name}": number for name, number in list_figures(figures).items()}
+        for kind, counts in self.environments.totals().items():
+            metrics |= {f"environments/{kind}/{name}": number for name, number in counts.items()}
         if self._before is None:
             return metrics
         return {**metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
@@ -260,6 +266,7 @@ class StatusWriter:
             in_flight_groups=rollout.running,
             stages=self.stages.statuses(),
             sandboxes={kind: list_figures(figures) for kind, figures in self.sandboxes.totals().items()},
+            environments=self.environments.totals(),
             seconds=time.monotonic() - self._began,
             flow_run=flow_run.id or "",
             alarms=tuple(alarm.sentence for alarm in self.alarms),

@@ -274,7 +274,7 @@ def shown_name(metric: str) -> str:
     """Return the name that a metric of a policy version has in MLflow, with its prefix."""
     if metric in SYSTEM:
         return f"system/{metric}"
-    if metric.startswith(("reward/", "sandboxes/")):
+    if metric.startswith(("reward/", "sandboxes/", "environments/")):
         return metric
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -163,4 +163,12 @@ def domains_table(
             found = held_out.get(domain)
             cells += [f"{found.accuracy:.3f}", f"{found.reward:.3f}"] if found else ["", ""]
         table.add_row(domain, *cells)
+    return table
+
+
+def build_kind_table(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
+    """Build a table with a column for each row, whose heading is the row's value "kind"."""
+    table = Table(title, *(str(row["kind"]) for row in rows))
+    for name in [name for name in rows[0] if name != "kind"]:
+        table.add_row(name, *(str(row.get(name, "")) for row in rows))
     return table

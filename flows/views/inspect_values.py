@@ -16,6 +16,7 @@ from rollflow.storage.log.lineage import AwaitingTraining, Consumed, Fate, list_
 from rollflow.storage.optional_columns import NAMES
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.run_records.environment_figures import read_environment_uses
 from rollflow.storage.run_records.episode_restarts import read_restarts
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.sandbox_figures import list_figures, read_sandbox_uses
@@ -49,6 +50,7 @@ def run_value(context: RunContext) -> dict[str, Any]:
         ],
         "recoveries": [asdict(recovery) for recovery in RecoveryLog(context.store).read()],
         "sandboxes": {kind: list_figures(one) for kind, one in read_sandbox_uses(context.store).totals().items()},
+        "environments": read_environment_uses(context.store).totals(),
         "episode_restarts": [asdict(restart) for restart in read_restarts(context.store)],
     }
 

@@ -1,6 +1,6 @@
-"""Writes the artifacts on a run's page in Prefect: tables of the progress and of the sandboxes, links, and the reward
-plot. A background thread sends the requests, so only the method `close` waits for Prefect. A failed request is logged
-only once, and the next update writes the whole progress table.
+"""Writes the artifacts on a run's page in Prefect: tables of the progress, of the sandboxes and of the environments,
+links, episodes turn by turn, and the reward plot. A background thread sends the requests, so only the method `close`
+waits for Prefect. A failed request is logged only once, and the next update writes the whole progress table.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ class Page:
         if rows:
             data = json.dumps([dict(row) for row in rows])
             self._show("sandboxes", "table", data, "The sandboxes of the run, by kind")
+
+    def environments(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write the table of the run's environments, with one row for each kind with worker processes or tools."""
+        if rows:
+            data = json.dumps([dict(row) for row in rows])
+            self._show("environments", "table", data, "The environments of the run, by kind")
 
     def links(self, places: Mapping[str, str]) -> None:
         """Write the list of links, in which each name has an address or a command."""

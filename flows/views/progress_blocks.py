@@ -1,5 +1,5 @@
 """Computes the rows of the tables on a run's page in Prefect. Each row of the progress table covers a block of policy
-versions, and each row of the table of sandboxes covers a kind of sandbox.
+versions. Each row of the other tables covers a kind of sandbox or a kind of environment.
 """
 
 from __future__ import annotations
@@ -111,6 +111,11 @@ def sandbox_rows(kinds: Mapping[str, SandboxFigures]) -> list[dict[str, object]]
         }
         for kind, one in kinds.items()
     ]
+
+
+def environment_rows(kinds: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
+    """Return a row of the table of environments for each kind. "Seconds" is the time that all calls took."""
+    return [{"kind": kind, **{name: round(count) for name, count in counts.items()}} for kind, counts in kinds.items()]
 
 
 def _format_seconds(seconds: float | None) -> str:

@@ -17,6 +17,7 @@ from rollflow.flows.views.reward_alarms import find_flip_alarms, scan_alarms
 from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.environment_figures import read_environment_uses
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.sandbox_figures import list_figures, read_sandbox_uses
 from rollflow.storage.run_records.second_verdicts import read_all_counts
@@ -65,7 +66,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "no_signal": count_no_signal(trained),
         "alarms": [*(alarm.sentence for alarm in scan_alarms(trained, context.config.shares)), *_list_flips(context)],
         **_list_turns(trained),
-        **_list_sandboxes(context),
+        **_list_places(context),
         "second_verdicts": {name: asdict(one) for name, one in read_all_counts(context.store).items()},
         "seconds": round(max(0.0, time.time() - context.created_at), 2),
         "training_seconds": round(progress.training_seconds, 2),
@@ -105,10 +106,11 @@ def _list_turns(trained: Sequence[PolicyVersion]) -> dict[str, dict[str, float]]
     return {"turns": found} if "turns" in found else {}
 
 
-def _list_sandboxes(context: RunContext) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the figures of each kind of sandbox; no figures if the run has used none."""
-    found = {kind: list_figures(one) for kind, one in read_sandbox_uses(context.store).totals().items()}
-    return {"sandboxes": found} if found else {}
+def _list_places(context: RunContext) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the figures of each kind of sandbox and of environment; no figures of what the run has not used."""
+    sandboxes = {kind: list_figures(one) for kind, one in read_sandbox_uses(context.store).totals().items()}
+    environments = read_environment_uses(context.store).totals()
+    return {name: found for name, found in (("sandboxes", sandboxes), ("environments", environments)) if found}
 
 
 def _list_flips(context: RunContext) -> list[str]:

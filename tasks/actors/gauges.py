@@ -4,8 +4,9 @@
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 
 A gauge shows a number from an actor's status (`statuses`), once a second, and is named after the status field. If a
-field has several values, the label `what` distinguishes them. Nothing is set on a cluster where Ray collects no
-metrics, such as a private cluster.
+field has several values, the label `what` distinguishes them. The gauges of sandboxes and environments have labels such
+as `bubblewrap programs` and `trl hangs`. Nothing is set on a cluster where Ray collects no metrics, such as a private
+cluster.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def read_figures(status: ActorStatus) -> Iterator[Figure]:
             yield from (("cpu_seconds", role, seconds) for role, seconds in spent.items())
         elif field.name == "sandboxes":
             yield from (("sandboxes", what, number) for what, number in _read_sandboxes(value))
+        elif field.name == "environments":
+            yield from ((field.name, f"{one.kind} {what}", n) for one in value for what, n in one.figures.items())
         elif field.name == "waits_for":
             yield "waits", "", float(bool(value))
         elif isinstance(value, int | float):

@@ -38,7 +38,7 @@ from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.actors.store_feed import NEWS_SECONDS, StoreFeed
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
-from rollflow.tasks.environments import build_environment, close_environment, read_counts
+from rollflow.tasks.environments.use_counts import UsedEnvironments
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.counts import SchedulerCounts
@@ -64,7 +64,7 @@ from rollflow.tasks.run.limits import build_cache_limits, build_limits
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.causes import find_first_cause
-from rollflow.tasks.runtime.cpu import CpuClock
+from rollflow.tasks.runtime.cpu import CpuClock, name_own_process
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest
@@ -115,8 +115,8 @@ class RolloutActor:
         self._prepared = asyncio.Event()
         self._read = AsyncOnce[RunPrompts](lambda: asyncio.to_thread(context.prompts))
         self._committing: asyncio.Future[Any] | None = None
-        self._cpu = CpuClock("scheduler")
-        self._spans = Spans()
+        self._cpu, self._spans = CpuClock("scheduler"), Spans()
+        self._environments = UsedEnvironments(name_own_process())
 
     async def begin(self) -> None:
         """Read the prompts before any engine is ready, because this takes most of the actor's start."""
@@ -142,7 +142,7 @@ class RolloutActor:
         """Create a rollout scheduler that starts from the state in the run's log."""
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
-        self._environment = build_environment(self.config.environment)
+        self._environment = self._environments.build(self.config.environment)
         ports = SchedulerPorts(
             self.prompts.request,
             self.reward.score,
@@ -162,7 +162,7 @@ class RolloutActor:
 
     def _create_evaluations(self) -> Evaluations:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
-        environment = build_environment(self.config.environment)
+        environment = self._environments.build(self.config.environment)
         held, vocabulary = self.prompts.held_out(), read_vocabulary(self.context.policy_folder)
         means = EvaluationPorts(
             wanted=self.context.evaluates,
@@ -226,7 +226,7 @@ class RolloutActor:
             finally:
                 forming.cancel()
                 await asyncio.wait([forming, *([self._committing] if self._committing else [])])
-                await close_environment(self._environment)
+                await self._environments.close(self._environment)
             self.scheduler = await asyncio.to_thread(self._create_scheduler)
 
     async def _wait_trained(self, forming: asyncio.Task[None], voided: int) -> bool:
@@ -296,7 +296,7 @@ class RolloutActor:
             failed=self._find_failed(),
             evaluations_due=self.evaluations.due,
             judged=self._judged,
-            environment=read_counts(self._environment),
+            environments=self._environments.read(),
         )
         return self._gauges.show(status)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
+from rollflow.storage.run_records.environment_figures import EnvironmentUse
 from rollflow.storage.run_records.sandbox_figures import SandboxUse
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
@@ -80,7 +81,7 @@ class RolloutStatus(ActorStatus):
     the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
     generated tokens in groups of responses that were discarded as too slow or not needed. `prefix_hits` is the share of
     prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the reason
-    for its failure. `environment` has the counters of an environment with worker processes.
+    for its failure. `environments` has the counters of environments with worker processes.
     """
 
     version: int = -1
@@ -104,7 +105,7 @@ class RolloutStatus(ActorStatus):
     failed: Mapping[int, str] = field(default_factory=dict)
     evaluations_due: int = 0
     judged: int = 0
-    environment: Mapping[str, float] = field(default_factory=dict)
+    environments: Sequence[EnvironmentUse] = ()
 
     TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"held", "waited", "backlogged"}
 
@@ -130,7 +131,7 @@ class RolloutStatus(ActorStatus):
             "failed": self.failed,
             "evaluations_due": self.evaluations_due,
             "judged": self.judged,
-            "environment": self.environment,
+            "environments": self.environments,
         }
 
     @property

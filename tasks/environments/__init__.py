@@ -63,12 +63,14 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             return TimedEnvironment(config)
 
 
-def read_counts(environment: Environment) -> Mapping[str, float]:
-    """Return the counters of an environment with worker processes or tools; return no counters for other kinds."""
+def read_counts(environment: Environment) -> Mapping[str, Mapping[str, float]]:
+    """Return the counters of an environment with worker processes or tools, by kind; other kinds have no counters."""
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
     from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
-    return environment.health.counts if isinstance(environment, ForeignEpisodes | ToolEpisodes) else {}
+    if not isinstance(environment, ForeignEpisodes | ToolEpisodes):
+        return {}
+    return {environment.health.kind: environment.health.counts}
 
 
 async def close_environment(environment: Environment) -> None:

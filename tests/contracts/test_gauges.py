@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.storage.run_records.environment_figures import EnvironmentUse
 from rollflow.storage.run_records.sandbox_figures import SandboxFigures, SandboxUse
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.actors.gauges import read_figures
@@ -94,14 +95,14 @@ def test_every_number_of_the_run_status_is_a_ray_gauge() -> None:
         waits_for="storage",
         discards={"stale": 2},
         failed={1: "died"},
-        environment={"steps": 3.0},
+        environments=[EnvironmentUse("a", "trl", {"steps": 3.0})],
         sandboxes=[SandboxUse(name, "rock", SandboxFigures(2, ends={"memory": 1})) for name in "ab"],
     )
     found = {(name, what): value for name, what, value in read_figures(status)}
     assert found["cpu_seconds", "engine"] == 3.0
     assert found["waits", ""] == found["failed", "1"] == 1.0
     assert found["discards", "stale"] == 2.0
-    assert found["environment", "steps"] == 3.0
+    assert found["environments", "trl steps"] == 3.0
     assert found["sandboxes", "rock started"] == 4.0
     assert found["sandboxes", "rock killed_memory"] == found["sandboxes", "rock programs"] == 2.0
     told = {name for name, _ in found}

@@ -281,8 +281,8 @@ def test_run_end_prunes_versions_kept_for_evaluation(
 
     if failure:
         monkeypatch.setattr(MemoryStore, "delete", delete)
-    writer.sandboxes = SimpleNamespace(totals=dict)
-    nothing = dict.fromkeys(("plot", "progress", "anchor", "sandboxes"), lambda *_: None)
+    writer.sandboxes = writer.environments = SimpleNamespace(totals=dict)
+    nothing = dict.fromkeys(("plot", "progress", "anchor", "sandboxes", "environments"), lambda *_: None)
     page: Any = SimpleNamespace(close=lambda: None, **nothing)
     assert _finish(stages, writer, supervisor, AuditReport(), page) == {"summary": "of it"}
     assert told == ["FINISHED", "done"]

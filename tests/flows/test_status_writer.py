@@ -10,10 +10,12 @@ import pytest
 from rollflow.flows.tracking import status_writer
 from rollflow.flows.tracking.status_writer import StatusWriter
 from rollflow.flows.tracking.tracking import shown_name
-from rollflow.flows.views.progress_blocks import sandbox_rows
+from rollflow.flows.views.inspect_values import run_value
+from rollflow.flows.views.progress_blocks import environment_rows, sandbox_rows
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.environment_figures import EnvironmentUse, read_environment_uses
 from rollflow.storage.run_records.sandbox_figures import SandboxFigures, SandboxUse, read_sandbox_uses
 from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
@@ -145,6 +147,31 @@ def test_sandbox_figures_are_in_status_run_records_and_mlflow(tmp_path: Path) ->
     assert shown_name("sandboxes/rock/started") == "sandboxes/rock/started"
     [row] = sandbox_rows(writer.sandboxes.totals())
     assert (row["kind"], row["programs"], row["killed at the deadline"], row["in use"]) == ("rock", 4, 1, 1)
+
+
+def test_environment_figures_are_in_status_records_and_mlflow(tmp_path: Path) -> None:
+    """The supervisor and the rollout actor are restarted."""
+    describe(open_store(str(tmp_path)), "new", RunConfig())
+    context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
+
+    def show(process: str, hangs: float) -> StatusWriter:
+        rollout = RolloutStatus(environments=[EnvironmentUse(process, "trl", {"resets": 9.0, "hangs": hangs})])
+        writer = StatusWriter(context, Seen(rollout, LearnerStatus()), tracker)
+        writer.refresh("training")
+        return writer
+
+    show("first", 1.0)
+    show("first", 2.0)
+    writer = show("second", 1.0)
+    status = read_status(context)
+    assert status is not None
+    assert status.environments == {"trl": {"resets": 18.0, "hangs": 3.0}}
+    assert read_environment_uses(context.store).totals() == status.environments
+    metrics = writer._metrics_of(PolicyVersion(1, 1, 0, 0.0, 1, (), (), (), {"reward": 0.5}, ""))
+    assert metrics["environments/trl/hangs"] == 3.0
+    assert shown_name("environments/trl/hangs") == "environments/trl/hangs"
+    assert environment_rows(writer.environments.totals()) == [{"kind": "trl", "resets": 18, "hangs": 3}]
+    assert run_value(context)["environments"] == status.environments
 
 
 def test_number_of_reward_actors_is_a_metric_if_it_can_vary(tmp_path: Path) -> None:

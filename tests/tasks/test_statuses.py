@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from rollflow.storage.run_records.environment_figures import EnvironmentUse
 from rollflow.storage.run_records.sandbox_figures import SandboxFigures, SandboxUse
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
@@ -27,6 +28,8 @@ def another(status: ActorStatus, name: str) -> Any:
         return [CpuCost("learner", "a:1:1", 1.0)]
     if name == "sandboxes":
         return [SandboxUse("a:1:1", "rock", SandboxFigures(1))]
+    if name == "environments":
+        return [EnvironmentUse("a:1:1", "trl", {"steps": 1.0})]
     return {3: "its core died"} if hint == Mapping[int, str] else {"stale": 2}
 
 

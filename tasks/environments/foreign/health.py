@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.foreign.faults import WorldEnded
+
+COUNTERS = ("episodes", "resets", "steps", "hangs", "kills", "crashes", "failures", "seconds")
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class EnvironmentHealth:
 
     name: str  # config key that names the environment, and its value
     max_failures: int
+    kind: str = ""  # name under which users see the counters
     episodes: int = 0
     resets: int = 0
     steps: int = 0
@@ -37,8 +40,8 @@ class EnvironmentHealth:
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """The counters by name."""
-        return {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
+        """The counters by name. No counter ever shrinks."""
+        return {name: float(getattr(self, name)) for name in COUNTERS}
 
     def count_success(self) -> None:
         """Record that an episode could be judged, so that no consecutive failures count any more."""

@@ -38,7 +38,7 @@ class ToolEpisodes(Environment):
 
     def __init__(self, config: ToolsEnvironment) -> None:
         self._config = config
-        self.health = EnvironmentHealth(f'kind = "{config.kind}"', config.max_failures)
+        self.health = EnvironmentHealth(f'kind = "{config.kind}"', config.max_failures, config.kind)
         self._name = f"environment {config.kind}"
         self._places: ToolPlaces | None = None
 

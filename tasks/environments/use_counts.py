@@ -1,0 +1,35 @@
+"""Builds the environments of a process, and adds up what has happened in them."""
+
+from __future__ import annotations
+
+from rollflow.storage.run_records.environment_figures import EnvironmentUse
+from rollflow.tasks.environments import build_environment, close_environment, read_counts
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.config import EnvironmentConfig
+
+
+class UsedEnvironments:
+    """The environments that a process has built, one after another or side by side. No counter is lost with an
+    environment that a newer one has replaced."""
+
+    def __init__(self, process: str) -> None:
+        self._process = process  # id of the process
+        self._built = list[Environment]()
+
+    def build(self, config: EnvironmentConfig) -> Environment:
+        """Create the environment that the config section `[environment]` describes."""
+        self._built.append(built := build_environment(config))
+        return built
+
+    async def close(self, environment: Environment) -> None:
+        """End the worker processes and the tools of an environment; its counters are kept."""
+        await close_environment(environment)
+
+    def read(self) -> list[EnvironmentUse]:
+        """Return the sums of the counters by kind of environment; kinds without worker processes have no counters."""
+        totals = dict[str, dict[str, float]]()
+        for environment in self._built:
+            for kind, counts in read_counts(environment).items():
+                total = totals.setdefault(kind, {})
+                total |= {name: total.get(name, 0.0) + value for name, value in counts.items()}
+        return [EnvironmentUse(self._process, kind, total) for kind, total in totals.items()]
