@@ -51,8 +51,12 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
     written: dict[tuple[type[Section], ...], str] = {}
     for name, info in nested:
         kinds = tuple(sections_of(info.annotation))
-        if is_table(info) and kinds in written:
-            what = f"{info.description}. The keys are those of `[{written[kinds]}]`."
+        extra = info.json_schema_extra
+        same = extra.get("keys_of") if isinstance(extra, dict) else None
+        if is_table(info) and (same or kinds in written):
+            names = " or ".join(f'"{_fixed_kind(kind)}"' for kind in kinds if same and _fixed_kind(kind))
+            which = f"`[{same}]` with `kind` {names}" if same else f"`[{written[kinds]}]`"
+            what = f"{info.description}. The keys are those of {which}."
             yield from (
                 f"### `[{path}.{name}.NAME]`" if path else f"### `[{name}.NAME]`",
                 "",

@@ -23,7 +23,7 @@ from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import Data, open_store
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, find_folder_hindrance, kv_cache_need
-from rollflow.tasks.environments.config import ToolsEnvironment
+from rollflow.tasks.environments.config import ToolsEnvironment, split_environments
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.policies.folder import (
     build_cold_folder,
@@ -258,9 +258,10 @@ def _list_sandboxes(config: RunConfig) -> dict[str, SandboxConfig]:
     """Return the sandboxes of the run's tool python and of its scorers, by the configuration section that contains the
     sandbox. Equal sandboxes are returned once.
     """
-    found, environment = dict[str, SandboxConfig](), config.environment
-    if isinstance(environment, ToolsEnvironment) and environment.python is not None:
-        found["environment.python"] = environment.python.sandbox
+    found = dict[str, SandboxConfig]()
+    for key, environment in split_environments(config.environment).items():
+        if isinstance(environment, ToolsEnvironment) and environment.python is not None:
+            found[f"{key}.python"] = environment.python.sandbox
     for section, reward in split_scorers(config.scorers).items():
         if isinstance(reward, CodeReward) and reward.sandbox not in found.values():
             found[section] = reward.sandbox

@@ -88,7 +88,7 @@ def _check_unjudged(body: BatchCommitted, after: RunState, limits: BatchLimits |
             yield "unjudged", f"dispatch {name} has no such unjudged responses: {numbers}"
         elif len(numbers) > (1 if reason is DiscardReason.UNJUDGED else most):
             yield "unjudged", f"dispatch {name} has too many unjudged responses: {numbers}"
-        elif reason is DiscardReason.FILTERED and limits and not limits.leave_out:
+        elif reason is DiscardReason.FILTERED and limits and not (limits.leave_out or limits.removes):
             what = 'the config has no unjudged = "leave_out"'
             yield "unjudged", f"dispatch {name} was discarded as filtered with unjudged responses, but {what}"
 

@@ -27,6 +27,8 @@ class BatchLimits:
     judges_all: bool  # true: only responses that the scorer could judge are trained on
     # names of the scorers whose unjudged responses are left out of their groups
     leave_out: frozenset[str] = field(default=frozenset(), kw_only=True)
+    # true: a prompt whose environment was removed is filtered, and the reason is recorded as an unjudged response
+    removes: bool = field(default=False, kw_only=True)
     # reasons for which the scheduler may discard groups of responses under this config
     reasons: frozenset[DiscardReason]
     made_up: bool = False  # true: the engine `timed` invents the tokens, so no response ends with a stop token

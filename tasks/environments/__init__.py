@@ -14,6 +14,7 @@ from rollflow.tasks.environments.config import (
     GymnasiumEnvironment,
     ImportEnvironment,
     KuhnPokerEnvironment,
+    MixedEnvironment,
     SingleTurnEnvironment,
     SokobanEnvironment,
     TimedEnvironmentConfig,
@@ -57,6 +58,12 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
             return ToolEpisodes(config)
+        case MixedEnvironment():
+            from rollflow.tasks.environments.mixed import MixedEpisodes
+
+            members = {name: build_environment(one) for name, one in config.kinds.items()}
+            limits = {name: one.limits for name, one in config.kinds.items()}
+            return MixedEpisodes(config.column, config.default, members, limits)
         case TimedEnvironmentConfig():
             from rollflow.tasks.environments.timed import TimedEnvironment
 
@@ -66,8 +73,15 @@ def build_environment(config: EnvironmentConfig) -> Environment:
 def read_counts(environment: Environment) -> Mapping[str, Mapping[str, float]]:
     """Return the counters of an environment with worker processes or tools, by kind; other kinds have no counters."""
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+    from rollflow.tasks.environments.mixed import MixedEpisodes
     from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
+    if isinstance(environment, MixedEpisodes):
+        return {
+            name: {**counts, "removals": float(name in environment.removals)}
+            for name, one in environment.own.items()
+            for counts in read_counts(one).values()
+        }
     if not isinstance(environment, ForeignEpisodes | ToolEpisodes):
         return {}
     return {environment.health.kind: environment.health.counts}
@@ -76,7 +90,10 @@ def read_counts(environment: Environment) -> Mapping[str, Mapping[str, float]]:
 async def close_environment(environment: Environment) -> None:
     """End the worker processes and the tools of an environment; do nothing if the environment has none."""
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+    from rollflow.tasks.environments.mixed import MixedEpisodes
     from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
+    for member in environment.own.values() if isinstance(environment, MixedEpisodes) else ():
+        await close_environment(member)
     if isinstance(environment, ForeignEpisodes | ToolEpisodes):
         await environment.close()

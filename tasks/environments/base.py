@@ -18,11 +18,13 @@ Environments run in the scheduler's event loop, thousands at a time, so an envir
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Prompt
 from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.environments.limits import EpisodeLimits
 from rollflow.tasks.environments.ports import EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action
 from rollflow.tasks.scorers.base import Score
@@ -236,6 +238,44 @@ class Environment(Protocol):
         `logprobs` returns None.
         """
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenEnvironment:
+    """The environment that plays the episodes of a prompt, with the limits of these episodes. `removal` says why the
+    environment plays no more episodes; "" if it does.
+    """
+
+    environment: Environment
+    limits: EpisodeLimits
+    removal: str = ""
+
+
+class EnvironmentChoice(Environment):
+    """Several environments. Each prompt is played in one of them."""
+
+    def choose(self, prompt: Prompt) -> ChosenEnvironment:
+        """Return the environment that plays a prompt.
+
+        Raises:
+            ConfigError: the prompt names no environment.
+        """
+        raise NotImplementedError
+
+
+def find_player(
+    environment: Environment, prompt: Prompt, ports: EnvironmentPorts
+) -> tuple[Environment, EnvironmentPorts]:
+    """Return the environment that plays a prompt, and the ports with the limits of its episodes."""
+    if not isinstance(environment, EnvironmentChoice):
+        return environment, ports
+    chosen = environment.choose(prompt)
+    return chosen.environment, replace(ports, limits=chosen.limits)
+
+
+def find_removal(environment: Environment, prompt: Prompt) -> str:
+    """Return why the environment of a prompt plays no more episodes; "" if it does."""
+    return environment.choose(prompt).removal if isinstance(environment, EnvironmentChoice) else ""
 
 
 def charge_unparsable(episode: Episode) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase, ImportTool
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment, TrlEnvironment
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.environments.timed_config import TimedEnvironmentConfig
 from rollflow.tasks.environments.tool_use.config import ToolsEnvironment
-from rollflow.tasks.runtime.sections import Imported
+from rollflow.tasks.runtime.sections import Imported, refuse
 
 __all__ = [
     "EPISODES",
@@ -21,11 +21,15 @@ __all__ = [
     "GymnasiumEnvironment",
     "ImportEnvironment",
     "ImportTool",
+    "MixedEnvironment",
     "SingleTurnEnvironment",
     "TimedEnvironmentConfig",
     "ToolsEnvironment",
     "TrlEnvironment",
 ]
+
+
+MemberConfig = Annotated[TrlEnvironment | GymnasiumEnvironment | ToolsEnvironment, Field(discriminator="kind")]
 
 
 class SingleTurnEnvironment(EnvironmentBase):
@@ -95,6 +99,41 @@ class ImportEnvironment(Imported, LimitedEnvironment, EnvironmentBase):
         return self.tools
 
 
+class MixedEnvironment(EnvironmentBase):
+    """Several environments in one run; a column of each prompt's row names the environment of the prompt."""
+
+    fixed: ClassVar[Mapping[str, str]] = {**EPISODES, "column": "earlier prompts were played by this column"}
+    replaces_prompts: ClassVar[bool] = True
+
+    kind: Literal["mixed"] = Field(
+        "mixed", description="several environments; a column of each prompt's row names the one that plays the prompt"
+    )
+    column: str = Field(
+        "environment",
+        min_length=1,
+        description="column of a prompt's row (of its reference, with your own prompt source) that names the "
+        "environment of the prompt, from [environment.kinds.NAME]",
+    )
+    default: str | None = Field(None, description="name of the environment of a row without this column")
+    kinds: dict[str, MemberConfig] = Field(
+        min_length=1,
+        description="environments by name; an environment with max_failures failures in a row plays no more prompts, "
+        "and other prompts replace those that name it",
+        json_schema_extra={"keys_of": "environment"},
+    )
+
+    @property
+    def most_episodes(self) -> int:
+        """The largest number of episodes that each of the environments plays at the same time."""
+        return min(member.at_once for member in self.kinds.values())
+
+    @model_validator(mode="after")
+    def _check_default(self) -> Self:
+        if self.default is not None and self.default not in self.kinds:
+            refuse("environment.default", self.default, f"name one of: {', '.join(self.kinds)}")
+        return self
+
+
 EnvironmentConfig = Annotated[
     SingleTurnEnvironment
     | FrozenLakeEnvironment
@@ -104,6 +143,14 @@ EnvironmentConfig = Annotated[
     | TrlEnvironment
     | GymnasiumEnvironment
     | ToolsEnvironment
+    | MixedEnvironment
     | TimedEnvironmentConfig,
     Field(discriminator="kind"),
 ]
+
+
+def split_environments(environment: EnvironmentConfig) -> Mapping[str, EnvironmentConfig]:
+    """Return the environments of a run by their config sections; there are several if the kind is "mixed"."""
+    if isinstance(environment, MixedEnvironment):
+        return {f"environment.kinds.{name}": member for name, member in environment.kinds.items()}
+    return {"environment": environment}

@@ -14,7 +14,7 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Branch, Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
-from rollflow.tasks.environments.base import Environment, charge_unparsable
+from rollflow.tasks.environments.base import Environment, charge_unparsable, find_player
 from rollflow.tasks.environments.conversation import BEGUN, Conversation, Extension, RoleContext
 from rollflow.tasks.environments.limits import NO_CLOCK, StepClock, TurnClock, check_stops
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts, Message
@@ -284,6 +284,7 @@ class PlayedEpisode:
 
     async def play(self, environment: Environment) -> Score | None:
         """Run the episode in `environment` and return its reward; return None if the episode is no longer wanted."""
+        environment, self.ports = find_player(environment, self.prompt, self.ports)
         self.has_turns = environment.has_turns
         leader = self._leader = asyncio.current_task()
         assert leader is not None

@@ -26,7 +26,7 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import Outcome, Prompt
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import Engine, GenerationRequest
-from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.base import Environment, find_removal
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
@@ -196,15 +196,19 @@ class Evaluator:
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Evaluate all held-out prompts; the caller must keep the engines at policy version `version`.
+        """Evaluate all held-out prompts that can be played; the caller must keep the engines at policy version `version`.
 
         Raises:
             Unjudged: a response could not be judged; counting the response as wrong would falsify the accuracy.
         """
         done = await self.answer_all(proxy, version)
+        main = len(self.prompts) * self.samples
+        asked = [one for one in done[:main] if not find_removal(self.environment, one.prompt)]
+        done, main = [*asked, *done[main:]], len(asked)
+        if self.prompts and not asked:
+            raise Unjudged("the environments of all held-out prompts are removed")
         if missing := [one.score.reason for one in done if one.score.outcome is Outcome.UNJUDGED]:
             raise Unjudged(f"{len(missing)} of {len(done)} responses could not be judged, the first: {missing[0]}")
-        main = len(self.prompts) * self.samples
         judged = [(one.prompt.domain, one.score) for one in done]
         sets = self._summarise_sets(judged[main:])
         judged, pinned = judged[:main], all(v == version for one in done for v in one.versions)

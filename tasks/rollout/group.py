@@ -39,7 +39,7 @@ from rollflow.storage.records import (
 from rollflow.storage.run_records.finished_turns import TurnKey, hash_parts
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
-from rollflow.tasks.environments.base import Environment, SnapshotRejected
+from rollflow.tasks.environments.base import Environment, SnapshotRejected, find_removal
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
@@ -189,6 +189,9 @@ class GroupRollout:
         judges_again = is_broken or ports.limits.judge_tries(prompt.scorer)
         if unjudged := episode.find_unjudged(score) if judges_again else None:
             if not self._leave_out(episode, unjudged):
+                if find_removal(ports.environment, prompt):  # another prompt replaces this one
+                    await self.give_up(DiscardReason.FILTERED)
+                    return ()
                 await ports.outages.pause(prompt.scorer, self._find_end())
                 await self.give_up(DiscardReason.UNJUDGED)
                 return ()

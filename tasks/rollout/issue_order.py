@@ -8,6 +8,9 @@ With tail batching (RollPacker, section 4), prompts that were often preempted wa
 fill a batch. A *short* round has no prompts from the tail; a *long* round has only prompts from the tail, and its batch
 waits for all their responses. The last round of a run is a long round, so that slow prompts are trained, too.
 
+A source whose prompts all name a removed environment (`environments.mixed`) is closed until the run is resumed. The
+other sources then get its share.
+
 A source that skips solved questions issues a new prompt only after the epoch of the prompt has started.
 """
 
@@ -22,6 +25,7 @@ from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.mixing import Mixture
 
+MOST_REMOVED = 50  # A source is closed after this number of prompts in a row whose environment was removed.
 # Prompts that were discarded for one of these reasons wait for a new policy version.
 LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)
 
@@ -56,6 +60,7 @@ class IssueOrder:
         self._limits = limits
         self._behind = Counter(dict(behind))
         self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
+        self._removed = Counter[int]()  # source -> number of its newest prompts whose environment was removed
         self._again: deque[GroupKey] = deque()
         self._left: deque[GroupKey] = deque()  # preempted prompts, which wait for the next policy version
         self._tail: deque[GroupKey] = deque()
@@ -130,6 +135,22 @@ class IssueOrder:
         else:
             self._behind.pop(discard.key.prompt, None)
             self._mixture.note_filtered(discard.key.prompt)
+
+    def note_removed(self, prompt: int, why: str) -> None:
+        """Record that the environment of a prompt was removed; close the prompt's source after `MOST_REMOVED` such
+        prompts in a row.
+
+        Raises:
+            ConfigError: no other source is open.
+        """
+        source = prompt % len(self._limits.shares)
+        self._removed[source] += 1
+        if self._removed[source] == MOST_REMOVED:
+            self._mixture.close_source(source, why)
+
+    def note_played(self, prompt: int) -> None:
+        """Record that the environment of a prompt has played the prompt."""
+        self._removed.pop(prompt % len(self._limits.shares), None)
 
     def _is_tail(self, key: GroupKey) -> bool:
         return self._limits.tail_batching and self._is_slow(key)

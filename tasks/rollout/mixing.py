@@ -15,10 +15,12 @@ from the source that owns the first free slot.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Cursor
 
 
@@ -30,6 +32,7 @@ class Mixture:
         self._slots = Slots(shares)
         self._issued = list(issued) or [0] * len(shares)
         self._filtered = list(filtered) or [0] * len(shares)
+        self._closed = set[int]()
         if not len(shares) == len(self._issued) == len(self._filtered):
             raise ValueError(f"{len(shares)} prompt sources cannot continue from a cursor of {len(issued)} sources")
 
@@ -41,7 +44,7 @@ class Mixture:
     def find_next(self) -> tuple[int, int]:
         """Return the source of the next prompt, and the prompt's position in that source."""
         kept = [issued - gone for issued, gone in zip(self._issued, self._filtered, strict=True)]
-        source = self._slots.first_free(kept)
+        source = self._slots.first_free(kept, self._closed)
         return source, self._issued[source]
 
     def next(self) -> int:
@@ -49,6 +52,18 @@ class Mixture:
         source, position = self.find_next()
         self._issued[source] += 1
         return position * len(self._issued) + source
+
+    def close_source(self, source: int, why: str) -> None:
+        """Issue no more prompts of this source, because its prompts cannot be played.
+
+        Raises:
+            ConfigError: no other source is open.
+        """
+        self._closed.add(source)
+        left_out = f"the newest prompts of prompts.{source} cannot be played ({why})"
+        if len(self._closed) == len(self._issued):
+            raise ConfigError(f"{left_out}, and no other prompt source is left; correct the environment, and resume")
+        logging.getLogger(__name__).warning("%s; the source gets no more prompts until the run is resumed", left_out)
 
     def note_filtered(self, index: int) -> None:
         """Record that the group of responses of a prompt was filtered, so that its source may issue another prompt."""
@@ -67,11 +82,14 @@ class Slots:
         # prompt source -> numbers of the source's slots in one period, as far as computed
         self._assigned: list[list[int]] = [[] for _ in shares]
 
-    def first_free(self, filled: Sequence[int]) -> int:
-        """Return the source of the first free slot; `filled` counts the filled slots of each source."""
-        periods = [count // weight for count, weight in zip(filled, self._weights, strict=True)]
-        first = min(periods)
-        free = {s: filled[s] - first * self._weights[s] for s, period in enumerate(periods) if period == first}
+    def first_free(self, filled: Sequence[int], closed: Collection[int] = ()) -> int:
+        """Return the source of the first free slot; `filled` counts the filled slots of each source. The slots of
+        `closed` sources are left out.
+        """
+        counts = enumerate(zip(filled, self._weights, strict=True))
+        periods = {source: count // weight for source, (count, weight) in counts if source not in closed}
+        first = min(periods.values())
+        free = {s: filled[s] - first * self._weights[s] for s, period in periods.items() if period == first}
         while not (
             known := [(self._assigned[s][slot], s) for s, slot in free.items() if slot < len(self._assigned[s])]
         ):

@@ -245,11 +245,16 @@ class RolloutScheduler:
         self._ready.set()
 
     def _check_judged(self, discard: Discard, scorer: str, rollout: GroupRollout) -> None:
-        """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer."""
+        """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer, or if no
+        source is left whose prompts can be played."""
         unjudged = rollout.unjudged
-        if discard.reason is not DiscardReason.UNJUDGED or unjudged is None:
+        if discard.reason not in (DiscardReason.UNJUDGED, DiscardReason.FILTERED) or unjudged is None:
             return
         self._unjudged.append(unjudged)
+        if discard.reason is DiscardReason.FILTERED:  # the environment of the prompt is removed
+            self.counts.filtered["removed environment"] += 1
+            self._order.note_removed(discard.key.prompt, unjudged.why)
+            return
         prompt, most = discard.key.prompt, self.limits.judging_of(scorer).max_unjudged
         self._unjudged_of[prompt] += 1
         if self._unjudged_of[prompt] == most:
@@ -285,6 +290,7 @@ class RolloutScheduler:
     def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         """Put a complete group of responses into the buffer, unless the group is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
+        self._order.note_played(group.key.prompt)
         why = filter_reason(self.limits.filter, group.episode_rewards)
         if why is not None:
             self._discard_filtered(group, why)

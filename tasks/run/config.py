@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rollflow.tasks.engines.config import EngineBase, EngineConfig, TransformersEngineConfig, VllmEngineConfig
-from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
+from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment, split_environments
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.objectives.config import find_turn_faults
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
@@ -317,7 +317,8 @@ class RunConfig(Section):
         """Reject credit per turn without turns, and a critic with DeepSpeed and a policy that is not float32. DeepSpeed
         needs one data type for all parameters, and the head of a critic is float32.
         """
-        yield from find_turn_faults(self.train.objective, self.environment)
+        for environment in split_environments(self.environment).values():
+            yield from find_turn_faults(self.train.objective, environment)
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
             cure = 'with a critic, DeepSpeed supports only float32; choose "float32", or set train.kind = "torch"'

@@ -15,7 +15,7 @@ from rollflow.storage.audit.expected import BatchLimits, Expected, ExpectedPromp
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.records import DiscardReason, Prompt
 from rollflow.tasks.engines.config import TimedEngineConfig
-from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.environments.config import MixedEnvironment, SingleTurnEnvironment
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.vocabulary import read_vocabulary
@@ -55,6 +55,7 @@ def read_limits(config: RunConfig) -> BatchLimits:
         redundant_responses=config.rollout.redundant_responses,
         max_new_tokens=config.engine.max_new_tokens,
         judges_all=config.judges_again,
+        removes=isinstance(config.environment, MixedEnvironment),
         leave_out=frozenset(name for name, one in config.scorers.items() if one.leaves_out),
         reasons=reasons_of(config),
         made_up=isinstance(config.engine, TimedEngineConfig),
@@ -71,7 +72,9 @@ def read_limits(config: RunConfig) -> BatchLimits:
 def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
     """Return the reasons for which a scheduler with this config may discard a group of responses."""
     left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
-    filtered = {DiscardReason.FILTERED} if config.rollout.filter else set()
+    # Another prompt replaces a prompt whose environment was removed.
+    removes = isinstance(config.environment, MixedEnvironment)
+    filtered = {DiscardReason.FILTERED} if config.rollout.filter or removes else set()
     # The environment may fail, so that no scorer can judge the episode.
     may_break = not isinstance(config.environment, SingleTurnEnvironment)
     unjudged = {DiscardReason.UNJUDGED} if config.judges_again or may_break else set()

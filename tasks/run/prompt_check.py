@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.environments.config import MixedEnvironment, SingleTurnEnvironment
+from rollflow.tasks.environments.mixed import explain_name
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import FileBase
@@ -195,7 +196,13 @@ class _Judgeable:
         return self.checker.find(reward, reference)
 
     def _find_name_fault(self, reference: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with the scorer name in a prompt row's `reward_column`, or None if the name is right."""
+        """Return what is wrong with the name of an environment or of a scorer in a prompt's row, or None if the names
+        are right."""
+        environment = self.config.environment
+        if isinstance(environment, MixedEnvironment):
+            name = reference.get(environment.column, environment.default)
+            if name not in environment.kinds:
+                return explain_name(environment.column, name, environment.kinds)
         column = self.source.reward_column if isinstance(self.source, FileBase) else None
         name = reference.get(column) if column else None
         if not name or (isinstance(name, str) and name in self.config.rewards):

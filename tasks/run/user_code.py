@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments import build_environment
-from rollflow.tasks.environments.config import ImportEnvironment, ToolsEnvironment
+from rollflow.tasks.environments.config import ImportEnvironment, ToolsEnvironment, split_environments
 from rollflow.tasks.environments.foreign.check import check_environment
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.sources import hash_sources
@@ -37,10 +37,11 @@ def check_own_parts(config: RunConfig) -> None:
         build_objective(config.train.objective)
     if isinstance(config.environment, ImportEnvironment):
         build_environment(config.environment)
-    if isinstance(config.environment, ForeignEnvironment):
-        check_environment(config.environment)
-    if isinstance(config.environment, ToolsEnvironment):
-        check_tools(config.environment)
+    for environment in split_environments(config.environment).values():
+        if isinstance(environment, ForeignEnvironment):
+            check_environment(environment)
+        if isinstance(environment, ToolsEnvironment):
+            check_tools(environment)
     build_toolbox(config.environment.tool_parts)
     for source in config.prompts:
         if isinstance(source, ImportPrompts):
@@ -58,8 +59,9 @@ def own_code(config: RunConfig) -> dict[str, str]:
     named = {f"environment.tools.{name}": tool for name, tool in config.environment.tool_parts.items()}
     parts = {**split_scorers({"": config.reward, **config.rewards}), **sections, **sources, **named}
     found = {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
-    if isinstance(config.environment, ForeignEnvironment) and (code := hash_sources(config.environment)):
-        found["environment"] = code
+    for key, environment in split_environments(config.environment).items():
+        if isinstance(environment, ForeignEnvironment) and (code := hash_sources(environment)):
+            found[key] = code
     return found
 
 

@@ -29,6 +29,7 @@ from rollflow.tasks.environments.config import (
     ImportEnvironment,
     ImportTool,
     KuhnPokerEnvironment,
+    MixedEnvironment,
     SingleTurnEnvironment,
     SokobanEnvironment,
     TimedEnvironmentConfig,
@@ -37,6 +38,7 @@ from rollflow.tasks.environments.config import (
 )
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.mixed import MixedEpisodes
 from rollflow.tasks.environments.tool_use.config import PythonTool
 from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 from rollflow.tasks.environments.tools import ToolResult, build_toolbox
@@ -62,6 +64,9 @@ CASES: dict[str, EnvironmentConfig] = {
     "trl": TrlEnvironment(path="odd_worlds:Quiet", folder=str(GUESTS)),
     "gymnasium": GymnasiumEnvironment(path="odd_worlds:Walk", folder=str(GUESTS)),
     "tools": ToolsEnvironment(python=PythonTool()),
+    "mixed": MixedEnvironment(
+        default="quiet", kinds={"quiet": TrlEnvironment(path="odd_worlds:Quiet", folder=str(GUESTS))}
+    ),
 }
 
 
@@ -115,7 +120,7 @@ class TestEnvironments(EnvironmentContract):
             environment_ports=ports,
         )
         # worker processes live in real time
-        (asyncio.run if isinstance(environment, ForeignEpisodes) else run_virtual)(pipeline.run())
+        (asyncio.run if isinstance(environment, ForeignEpisodes | MixedEpisodes) else run_virtual)(pipeline.run())
         report = audit(pipeline.store)
         assert report.clean, report.violations
         assert report.versions == 4

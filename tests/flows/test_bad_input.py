@@ -60,6 +60,10 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("prompts.0.chat=true", ["prompts.chat = True", "no chat template", "policy.cold_start.chat_template"]),
         ("environment.kind=tools", ["environment.kind = 'tools'", "the policy has no tool", "[environment.python]"]),
         (
+            "environment={kind='mixed', default='a', kinds={b={kind='trl', path='a:B'}}}",
+            ["environment.default = 'a'", "name one of: b"],
+        ),
+        (
             "environment={kind='tools', mcp={shop={command=['a'], env={SHOP_TOKEN='x'}}}}",
             ["environment.mcp.shop.env.SHOP_TOKEN = '...'", "environment.mcp.shop.pass_env"],
         ),

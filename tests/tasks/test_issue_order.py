@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
-from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
+from rollflow.tasks.rollout.issue_order import MOST_REMOVED, Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits
 
 EXTRA: dict[str, Any] = {"redundant_groups": 3, "redundant_responses": 2}
@@ -93,6 +93,19 @@ def test_filtered_prompt_is_replaced_from_its_source() -> None:
     assert prompts(order, 0, 2) == [(20, 0), (21, 0)]
     left(order, 21, DiscardReason.FILTERED)
     assert prompts(order, 0, 3) == [(23, 0), (22, 0), (25, 0)]
+
+
+def test_source_is_closed_after_many_removed_prompts_in_a_row() -> None:
+    limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0, shares=(0.5, 0.5))
+    order = IssueOrder(limits, Cursor((10, 10), (0, 0)), [])
+    for prompt in range(1, 2 * MOST_REMOVED - 1, 2):
+        order.note_removed(prompt, "it is broken")
+    order.note_played(1)  # the environment of another prompt of the source works
+    for prompt in range(1, 2 * MOST_REMOVED - 1, 2):
+        order.note_removed(prompt, "it is broken")
+    assert prompts(order, 0, 2) == [(20, 0), (21, 0)]
+    order.note_removed(1, "it is broken")
+    assert prompts(order, 0, 2) == [(22, 0), (24, 0)]
 
 
 def test_issued_prompt_includes_its_redundant_responses() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.audit.report import AuditReport
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import TrainedGroup
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
@@ -165,6 +166,25 @@ def test_prompt_mixture_does_not_depend_on_completion_order(
         return mixture.state, kept
 
     assert filled(depth) == filled(1)
+
+
+@given(SHARES, st.data())
+def test_closed_source_leaves_its_share_to_the_others(shares: list[float], data: st.DataObject) -> None:
+    """After a source is closed, the others are mixed as if it had no slots."""
+    mixture = Mixture(shares)
+    drawn(mixture, data.draw(st.integers(0, 20)))
+    if len(shares) == 1:
+        with pytest.raises(ConfigError, match="prompts.0 cannot be played .broken.*no other prompt source is left"):
+            mixture.close_source(0, "broken")
+        return
+    closed = data.draw(st.integers(0, len(shares) - 1))
+    mixture.close_source(closed, "broken")
+    issued = drawn(mixture, 3 * len(shares))
+    assert all(index % len(shares) != closed for index in issued)
+    kept = [count for source, count in enumerate(kept_of(mixture)) if source != closed]
+    left = [share for source, share in enumerate(shares) if source != closed]
+    for count, share in zip(kept, left, strict=True):
+        assert abs(count - sum(kept) * share / sum(left)) <= 1 + len(left)
 
 
 def test_cursor_of_other_prompt_sources_is_refused() -> None:

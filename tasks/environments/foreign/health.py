@@ -11,6 +11,10 @@ from rollflow.tasks.environments.foreign.faults import WorldEnded
 COUNTERS = ("episodes", "resets", "steps", "hangs", "kills", "crashes", "failures", "seconds")
 
 
+class EnvironmentBroken(ConfigError):
+    """Raised if too many episodes in a row have failed for reasons that the policy cannot have caused."""
+
+
 @dataclass(slots=True)
 class EnvironmentHealth:
     """Counters of events in one environment since its creation, and the reason of its newest failure.
@@ -69,10 +73,10 @@ class EnvironmentHealth:
         """Raise an error if the environment is broken.
 
         Raises:
-            ConfigError: too many episodes in a row have failed.
+            EnvironmentBroken: too many episodes in a row have failed.
         """
         if self.failures_in_a_row >= self.max_failures:
-            raise ConfigError(
+            raise EnvironmentBroken(
                 f"environment.{self.name}: {self.failures_in_a_row} episodes in a row failed for reasons that the "
                 f"policy cannot have caused, the last one because {self.last_failure}; correct the environment, or "
                 f"raise environment.max_failures = {self.max_failures}"

@@ -19,7 +19,7 @@ from rollflow.storage.records import Outcome, Prompt, StopReason
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.engines.stop_strings import StopWatch
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.environments.config import ToolsEnvironment
+from rollflow.tasks.environments.config import MixedEnvironment, ToolsEnvironment
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import WorldEnded
 from rollflow.tasks.environments.limits import NO_LIMITS
@@ -59,7 +59,7 @@ class DemonstratedEpisodes:
         self._ports = replace(build_ports(config, tokenizer), limits=NO_LIMITS)
         self._tools = config.environment if isinstance(config.environment, ToolsEnvironment) else None
         self._schemas = list_schemas(self._tools) if self._tools is not None else []
-        foreign = isinstance(config.environment, ForeignEnvironment)
+        foreign = isinstance(config.environment, ForeignEnvironment | MixedEnvironment)
         self._thread = EnvironmentThread(config.environment) if foreign else None
 
     def close(self) -> None:
