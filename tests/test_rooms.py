@@ -165,7 +165,7 @@ LIBRARIES: dict[str, set[str]] = {
     "langdetect": {"tasks/scorers/text/language"},
     "pytest": {"tasks/scorers/code/pytest_guest"},
     "_pytest": {"tasks/scorers/code/pytest_case"},
-    "openai": {"tasks/scorers/judge/endpoint"},
+    "openai": {"tasks/environments/endpoints", "tasks/scorers/judge/endpoint"},
     "aiolimiter": {"tasks/scorers/judge/endpoint"},
     "httpx": {
         *("flows/commands/play/endpoint", "flows/registration/prefect_api"),

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase, ImportTool
+from rollflow.tasks.environments.base_config import EPISODES, EndpointRole, EnvironmentBase, ImportTool
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment, TrlEnvironment
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.environments.timed_config import TimedEnvironmentConfig
@@ -92,6 +92,16 @@ class ImportEnvironment(Imported, LimitedEnvironment, EnvironmentBase):
         description="tools of the environment by name; a tool is an asynchronous function that is annotated to return "
         "a ToolResult",
     )
+    endpoints: dict[str, EndpointRole] = Field(
+        default_factory=dict,
+        description="language models by name that play roles of the environment, such as a user, behind "
+        "OpenAI-compatible endpoints",
+    )
+
+    @property
+    def endpoint_roles(self) -> Mapping[str, EndpointRole]:
+        """The endpoints that the config section `[environment.endpoints]` defines, by name."""
+        return self.endpoints
 
     @property
     def tool_parts(self) -> Mapping[str, ImportTool]:

@@ -1,8 +1,9 @@
-"""Defines the services that a run provides to an environment: tokenizer, renderer, tools and clock.
+"""Defines the services that a run provides to an environment: tokenizer, renderer, tools, endpoints and clock.
 
     tokenizer   text to tokens and back
     renderer    chat messages to tokens, and a response back to a message
     tools       the functions of `[environment.tools]`, by name
+    endpoints   the language models of `[environment.endpoints]`, by name
     clock       seconds, on the event loop's clock; an environment sleeps with `asyncio.sleep`
 
 All episodes share the same services.
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
+from rollflow.tasks.environments.endpoints import NO_ENDPOINTS, EndpointRoles
 from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tools import Toolbox
 
@@ -126,6 +128,7 @@ class EnvironmentPorts:
     renderer: Renderer = NO_TEXT
     tools: Toolbox = field(default_factory=Toolbox)
     clock: Callable[[], float] = _read_clock
+    endpoints: EndpointRoles = NO_ENDPOINTS
     limits: EpisodeLimits = NO_LIMITS
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rollflow.tasks.environments.endpoints import EndpointRoles
 from rollflow.tasks.environments.limits import NO_LIMITS
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.environments.ports import EnvironmentPorts
@@ -24,7 +25,8 @@ def build_ports(config: RunConfig, tokenizer: PolicyTokenizer) -> EnvironmentPor
     chat = {name for source in config.prompts if source.chat for name in (source.domain, *_list_sets(source))}
     limits = config.environment.limits if isinstance(config.environment, LimitedEnvironment) else NO_LIMITS
     toolbox = build_toolbox(config.environment.tool_parts)
-    return EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, chat), toolbox, limits=limits)
+    endpoints = EndpointRoles(config.environment.endpoint_roles)
+    return EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, chat), toolbox, limits=limits, endpoints=endpoints)
 
 
 def _list_sets(source: PromptBase) -> Iterable[str]:

@@ -37,8 +37,8 @@ from rollflow.tasks.environments.config import (
     TrlEnvironment,
 )
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
-from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.mixed import MixedEpisodes
+from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tool_use.config import PythonTool
 from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 from rollflow.tasks.environments.tools import ToolResult, build_toolbox

@@ -15,7 +15,6 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, Outcome, Prompt, StopReason
-from rollflow.storage.run_records.environment_figures import EnvironmentUse
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments import build_environment, close_environment, read_counts
 from rollflow.tasks.environments.base import Environment
@@ -55,9 +54,7 @@ def play(config: MixedEnvironment, row: Mapping[str, Any], *said: str) -> tuple[
 
     async def run() -> tuple[Score | None, PlayedEpisode]:
         environment = build_environment(config)
-        episode = PlayedEpisode(
-            replace(PROMPT, reference=row), 10_000, ask, keep, score, ports=build_ports(config)
-        )
+        episode = PlayedEpisode(replace(PROMPT, reference=row), 10_000, ask, keep, score, ports=build_ports(config))
         try:
             return await episode.play(environment), episode
         finally:
@@ -128,7 +125,9 @@ def test_broken_environment_is_removed_and_its_prompts_replaced(caplog: pytest.L
     assert all(key.prompt % 2 for key in reasons)
     last = {prompt: reason for (prompt, _), reason in sorted(reasons.items())}
     assert set(last.values()) == {DiscardReason.FILTERED}  # no prompt of the removed environment is issued again
-    unjudged = [one for entry in read(run.store) if isinstance(entry.body, BatchCommitted) for one in entry.body.unjudged]
+    unjudged = [
+        one for entry in read(run.store) if isinstance(entry.body, BatchCommitted) for one in entry.body.unjudged
+    ]
     assert any("the environment 'bad' is removed: environment.path" in one.why for one in unjudged)
     assert "the environment 'bad' is removed" in caplog.text
     assert audit(run.store).clean
@@ -172,7 +171,7 @@ def test_counters_of_all_environments_of_a_process_are_added() -> None:
             await used.close(environment)
 
     asyncio.run(run())
-    [EnvironmentUse(process, kind, counts)] = used.read()
+    [(process, kind, counts)] = used.read()
     assert (process, kind) == ("a:1:1", "count")
     assert (counts["episodes"], counts["resets"], counts["hangs"], counts["removals"]) == (2.0, 2.0, 0.0, 0.0)
 

@@ -174,7 +174,7 @@ def test_closed_source_leaves_its_share_to_the_others(shares: list[float], data:
     mixture = Mixture(shares)
     drawn(mixture, data.draw(st.integers(0, 20)))
     if len(shares) == 1:
-        with pytest.raises(ConfigError, match="prompts.0 cannot be played .broken.*no other prompt source is left"):
+        with pytest.raises(ConfigError, match=r"prompts.0 cannot be played .broken.*no other prompt source is left"):
             mixture.close_source(0, "broken")
         return
     closed = data.draw(st.integers(0, len(shares) - 1))
