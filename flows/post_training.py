@@ -44,6 +44,7 @@ from rollflow.flows.tracking.status_writer import StatusWriter, points_of
 from rollflow.flows.tracking.tracking import Tracker
 from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.config_history import select_shown
+from rollflow.flows.views.inspect_values import write_newest_episodes
 from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.progress_blocks import block_rows, environment_rows, sandbox_rows
@@ -57,6 +58,7 @@ from rollflow.storage.log.configs import diff_trees
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.run_records.stop_requests import RunEnded, take_back
+from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.rollout.evaluation import is_evaluated, read_skipped
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.config_changes import tree_of
@@ -135,6 +137,8 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
         page.progress(table_rows)
         page.sandboxes(sandbox_rows(writer.sandboxes.totals()))
         page.environments(environment_rows(writer.environments.totals()))
+        if not isinstance(context.config.environment, SingleTurnEnvironment):
+            page.episodes(write_newest_episodes(context))
     step("end the stages", lambda: _end(following, stages, writer))
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from rollflow.flows.views.config_history import list_changes, shown_changes
-from rollflow.flows.views.turns import prompt_tokens, split_turns
+from rollflow.flows.views.turns import choose_episodes, prompt_tokens, split_turns, write_episode
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.lineage import AwaitingTraining, Consumed, Fate, list_fates
 from rollflow.storage.optional_columns import NAMES
@@ -167,3 +168,18 @@ def check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> 
 def next_prompts(cursor: Cursor) -> str:
     """Return the number of the next prompt of each prompt source, as text."""
     return " or ".join(map(str, cursor.upcoming)) or "0"
+
+
+def write_newest_episodes(context: RunContext) -> str:
+    """Return two episodes of the newest version's batch as Markdown: the ones with the highest and the lowest reward.
+
+    Return "" if there is no such batch, or if it cannot be read.
+    """
+    with contextlib.suppress(RollflowError):  # A damaged batch does not make the run fail.
+        version = context.policies.find(context.policies.newest())
+        if version.batch_entry is not None:
+            file = context.batches.read_commit(version.batch_entry).file
+            chosen = choose_episodes(TrajectoryBatch.from_bytes(context.batches.read(file)).groups())
+            texts = [write_episode(key, found, context.tokenizer.decode) for key, found in chosen]
+            return "\n\n".join([f"Version {version.number}, highest and lowest reward", *texts]) if texts else ""
+    return ""

@@ -59,6 +59,11 @@ class Page:
             data = json.dumps([dict(row) for row in rows])
             self._show("environments", "table", data, "The environments of the run, by kind")
 
+    def episodes(self, text: str) -> None:
+        """Show episodes turn by turn, as Markdown; write nothing if there are none."""
+        if text:
+            self._show("episodes", "markdown", text, "Two episodes of the newest version, turn by turn")
+
     def links(self, places: Mapping[str, str]) -> None:
         """Write the list of links, in which each name has an address or a command."""
         lines = (f"- {what}: {_write_link(where)}" for what, where in places.items())

@@ -6,8 +6,9 @@ start, two adjacent turns form one part.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -17,8 +18,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from rollflow.storage.model_input import NO_TOKEN
-from rollflow.storage.records import Trajectory
+from rollflow.storage.records import GroupKey, Trajectory, TrajectoryGroup
 
+MOST_PARTS = 60  # Largest number of parts of an episode on the page of a run.
+LONGEST_PART = 2000  # Largest number of characters of a part on the page of a run.
 Author = Literal["prompt", "context", "policy", "environment"]
 
 COLOURS = {"prompt": "cyan", "context": "cyan", "system": "cyan", "environment": "yellow", "tool": "yellow"}
@@ -148,3 +151,44 @@ def render_text(text: str) -> Padding:
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:
     """Return the tokens of a trajectory's prompt that have text."""
     return next((part.readable for part in split_turns(trajectory) if part.author in ("prompt", "context")), ())
+
+
+def choose_episodes(groups: Iterable[TrajectoryGroup]) -> list[tuple[GroupKey, list[Trajectory]]]:
+    """Return the trajectories of the episode with the highest reward, and of the one with the lowest reward."""
+    judged = [(one.reward, group, one) for group in groups for one in group.trajectories if one.branch is None]
+    judged = [found for found in judged if not found[2].left_out]
+    if not judged:
+        return []
+    best, worst = (choose(judged, key=lambda found: found[0]) for choose in (max, min))
+    chosen = [best] if best[0] == worst[0] else [best, worst]
+    return [(group.key, _list_branches(group, one)) for _, group, one in chosen]
+
+
+def _list_branches(group: TrajectoryGroup, first: Trajectory) -> list[Trajectory]:
+    """Return the trajectories of the episode that begins with the trajectory `first`."""
+    found = {first.sample: first}
+    for one in group.trajectories:
+        if one.branch is not None and one.branch.parent in found:
+            found[one.sample] = one
+    return list(found.values())
+
+
+def write_episode(key: GroupKey, trajectories: Sequence[Trajectory], decode: Callable[[Sequence[int]], str]) -> str:
+    """Return an episode as Markdown: who wrote each part, with notes and the text."""
+    first = trajectories[0]
+    lines = [f"### Prompt {key.prompt}.{key.attempt}.{first.sample}: reward {first.reward:g}, {first.outcome}"]
+    lines += [_quote(first.reason)] if first.reason else []
+    parts = [part for one in trajectories for part in split_turns(one)]
+    for part in parts[:MOST_PARTS]:
+        lines += [f"**{part.author}** · " + " · ".join(part.notes), _quote(decode(part.readable))]
+    lines += [f"{len(parts) - MOST_PARTS} further parts are not shown."] if len(parts) > MOST_PARTS else []
+    return "\n\n".join(lines)
+
+
+def _quote(text: str) -> str:
+    """Return a text as a Markdown block that shows it unchanged; the middle of a long text is left out."""
+    if len(text) > LONGEST_PART:
+        half = LONGEST_PART // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"

@@ -94,9 +94,12 @@ def test_endpoint_that_rejects_key_or_model_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, status: int, key: str
 ) -> None:
     monkeypatch.setenv("USER_KEY", "sesame")
-    with judge_server(lambda n, body: Reply("sesame is wrong", status)) as server:
-        with pytest.raises(ConfigError, match=rf"environment.endpoints.user.{key} = .*status {status}") as failed:
-            play(server, token_env="USER_KEY")
+    sentence = rf"environment.endpoints.user.{key} = .*status {status}"
+    with (
+        judge_server(lambda n, body: Reply("sesame is wrong", status)) as server,
+        pytest.raises(ConfigError, match=sentence) as failed,
+    ):
+        play(server, token_env="USER_KEY")
     assert "sesame" not in str(failed.value)
 
 

@@ -18,11 +18,12 @@ from rich.console import Console
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.inspect import _describe_optional
 from rollflow.flows.tracking.mlflow_payload import _sample_responses
-from rollflow.flows.views.inspect_values import describe_token_rewards
-from rollflow.flows.views.turns import prompt_tokens, render_part, split_turns
+from rollflow.flows.views.inspect_values import describe_token_rewards, write_newest_episodes
+from rollflow.flows.views.turns import choose_episodes, prompt_tokens, render_part, split_turns, write_episode
+from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.model_input import NO_TOKEN, ForeignPart, PlacedPart
 from rollflow.storage.optional_columns import NAMES
-from rollflow.storage.records import Branch, Outcome, StopReason, Trajectory
+from rollflow.storage.records import Branch, GroupKey, Outcome, StopReason, Trajectory, TrajectoryGroup
 from rollflow.storage.token_arrays import Float32s, Int16s, Int64s, TokenSets
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.run.context import RunContext
@@ -116,6 +117,35 @@ def test_inspect_prints_turns_as_json(run: RunContext, capsys: pytest.CaptureFix
     assert sum(turn["tokens"] for turn in one["turns"]) == len(one["tokens"])
     assert (one["question"], one["response"]) == (PROMPT, FIRST + SECOND)
     assert one["turns"][3]["logprob_mean"] == one["turns"][3]["logprob_min"] == -2.0
+
+
+def test_page_shows_two_episodes_turn_by_turn(run: RunContext) -> None:
+    text = write_newest_episodes(run)
+    assert text.startswith("Version 2, highest and lowest reward\n\n### Prompt ")
+    shown = text.split("### Prompt ")[1:]
+    rewards = [float(re.findall(r"reward ([-\d.e]+),", one)[0]) for one in shown]
+    [version] = [version for version in run.policies.since(2)]
+    batch = TrajectoryBatch.from_bytes(run.batches.read(run.batches.read_commit(version.batch_entry or 0).file))
+    every = [one.reward for group in batch.groups() for one in group.trajectories]
+    assert rewards == [max(every), min(every)][: 2 - (max(every) == min(every))]
+    for one in shown:
+        places = [one.index(f"```\n{part}\n```") for part in (PROMPT, FIRST, HINT, SECOND)]
+        assert places == sorted(places)
+        assert [one.count(f"**{author}**") for author in ("prompt", "policy", "environment")] == [1, 2, 1]
+
+
+def test_page_shows_all_branches_of_an_episode() -> None:
+    first = Trajectory(0, 0, [1, 2], [False, True], [0.0, -1.0], [-1, 0], 1.0, "done", StopReason.STOP)
+    later = replace(first, sample=2, tokens=[1, 3], branch=Branch(0, 1))
+    other = replace(first, sample=1, reward=0.5)
+    group = TrajectoryGroup(GroupKey(7, 0), "p", "d", (first, other, later))
+    [(key, best), (_, worst)] = choose_episodes([group])
+    assert (key, [one.sample for one in best], [one.sample for one in worst]) == (GroupKey(7, 0), [0, 2], [1])
+    text = write_episode(key, best, lambda tokens: "```".join(map(str, tokens)) * 2000)
+    assert text.startswith("### Prompt 7.0.0: reward 1")
+    assert text.count("**policy**") == 2
+    assert "characters are left out" in text
+    assert choose_episodes([]) == []
 
 
 def test_prompts_in_mlflow_samples_contain_no_environment_text(run: RunContext) -> None:

@@ -68,6 +68,8 @@ def test_each_table_of_a_run_page_is_one_prefect_artifact(monkeypatch: pytest.Mo
     page.sandboxes([{"kind": "rock"}])
     page.environments([])
     page.environments([{"kind": "trl", "hangs": 2}])
+    page.episodes("")
+    page.episodes("### Prompt 1.0.0")
     page.links({"MLflow": "http://there", "storage": "s3://here"})
     (tmp_path / "plot.png").write_bytes(b"picture")
     page.plot(tmp_path / "plot.png")
@@ -75,6 +77,7 @@ def test_each_table_of_a_run_page_is_one_prefect_artifact(monkeypatch: pytest.Mo
     assert server.kept == {
         "progress-mine-1-b": '[{"versions": "1"}, {"versions": "2"}]',
         "sandboxes-mine-1-b": '[{"kind": "rock"}]',
+        "episodes-mine-1-b": "### Prompt 1.0.0",
         "environments-mine-1-b": '[{"kind": "trl", "hangs": 2}]',
         "places-mine-1-b": "- MLflow: <http://there>\n- storage: `s3://here`",
         "reward-mine-1-b": f"![The plot is reward.png in the run's storage](data:image/png;base64,{PICTURE})",
