@@ -14,7 +14,7 @@ from rollflow.tasks.prompts.config import (
     ReasoningGymPrompts,
     SortingPrompts,
 )
-from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SokobanPrompts
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SeedPrompts, SokobanPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 
@@ -51,6 +51,10 @@ def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held
             from rollflow.tasks.prompts.games.deals import DealSource
 
             return DealSource(seed, count, held)
+        case SeedPrompts():
+            from rollflow.tasks.prompts.games.seeds import SeedSource
+
+            return SeedSource(config, seed, count, held)
         case ImportPrompts():
             from rollflow.tasks.prompts.imported import ImportedSource
 

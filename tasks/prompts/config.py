@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SokobanPrompts
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SeedPrompts, SokobanPrompts
 from rollflow.tasks.prompts.row_config import DifficultyRange, EvaluationSet
 from rollflow.tasks.prompts.section import PromptBase
 from rollflow.tasks.runtime.sections import Imported, refuse
@@ -334,6 +334,7 @@ PromptConfig = Annotated[
     | FrozenLakePrompts
     | SokobanPrompts
     | KuhnPokerPrompts
+    | SeedPrompts
     | ImportPrompts,
     Field(discriminator="kind"),
 ]

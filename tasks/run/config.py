@@ -208,8 +208,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Check the rules that concern several sections of the config, and report all violations together."""
-        rules = [self._batches, self._policy, self._rollout, self._places]
-        rules += [self._check_names, self._check_scorer, self._trainable]
+        rules = self._batches, self._policy, self._rollout, self._places, self._names, self._scores, self._trainable
         refuse_all(refused for rule in rules for refused in rule())
         return self
 
@@ -276,7 +275,7 @@ class RunConfig(Section):
             )
             yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
-    def _check_names(self) -> Refusals:
+    def _names(self) -> Refusals:
         """Check the names of scorers, and check that every scorer named by a prompt source exists."""
         for name in self.rewards:
             if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
@@ -284,7 +283,8 @@ class RunConfig(Section):
         for which, source in enumerate(self.prompts):
             if source.reward is not None and source.reward not in self.rewards:
                 yield refusal(f"prompts.{which}.reward", source.reward, self.explain_missing(source.reward))
-        faults = *find_set_faults(self.prompts), *find_game_faults(self.prompts, self.environment)
+        cold = self.policy.cold_start
+        faults = *find_set_faults(self.prompts), *find_game_faults(self.prompts, self.environment, cold)
         yield from (refusal(*fault) for fault in faults)
         sections = {name_section(name): scorer for name, scorer in self.scorers.items()}
         yield from (refusal(*fault) for fault in find_judging_faults(sections, self.group_size))
@@ -293,7 +293,7 @@ class RunConfig(Section):
         """Return what the user can do about a scorer name that does not exist."""
         return f"there is no scorer of this name; add [rewards.{name}], or name one of {sorted(self.rewards)}"
 
-    def _check_scorer(self) -> Refusals:
+    def _scores(self) -> Refusals:
         """Check that each prompt source has a scorer that can score its responses."""
         refused = dict[str, PydanticCustomError]()
         for source in self.prompts:

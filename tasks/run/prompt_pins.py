@@ -8,6 +8,7 @@
     sorting        the same as column-sums
     frozen-lake    the same as column-sums
     sokoban        the same as column-sums
+    seeds          the same as column-sums
     import         the same as column-sums
 
 Each prompt source has one record, a *pin*. Pins guarantee that the prompt at an index stays the same during a run, on
@@ -37,7 +38,7 @@ from rollflow.tasks.prompts.config import (
     ReasoningGymPrompts,
     SortingPrompts,
 )
-from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SokobanPrompts
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SeedPrompts, SokobanPrompts
 from rollflow.tasks.prompts.held_out import Split
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.prompts.tables import read_file
@@ -103,9 +104,9 @@ class SortingPin(PinBase):
 
 
 class GamePin(PinBase):
-    """The record of a prompt source of a game: a hash of its held-out and first training questions."""
+    """The record of a prompt source of a game or of seeds: a hash of its held-out and first training questions."""
 
-    kind: Literal["frozen-lake", "sokoban", "kuhn-poker"]
+    kind: Literal["frozen-lake", "sokoban", "kuhn-poker", "seeds"]
     sha256: str
 
 
@@ -148,7 +149,7 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
                 pins.append(ColumnSumsPin(split=split, sha256=prompts.sha256(which)))
             case SortingPrompts():
                 pins.append(SortingPin(split=split, sha256=prompts.sha256(which)))
-            case FrozenLakePrompts() | SokobanPrompts() | KuhnPokerPrompts():
+            case FrozenLakePrompts() | SokobanPrompts() | KuhnPokerPrompts() | SeedPrompts():
                 pins.append(GamePin(kind=source.kind, split=split, sha256=prompts.sha256(which)))
             case ImportPrompts():
                 pins.append(ImportPin(split=split, sha256=prompts.sha256(which)))

@@ -21,7 +21,7 @@ from rollflow.tasks.prompts.config import (
     ReasoningGymPrompts,
     SortingPrompts,
 )
-from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SokobanPrompts
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SeedPrompts, SokobanPrompts
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.user_code import check_own_parts
 from rollflow.testing.prompts import SourceContract, open_prompts
@@ -56,6 +56,7 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "frozen-lake": lambda _: FrozenLakePrompts(size=3, holes=0.1),
     "sokoban": lambda _: SokobanPrompts(size=5, walls=0.0),
     "kuhn-poker": lambda _: KuhnPokerPrompts(),
+    "seeds": lambda _: SeedPrompts(row={"environment": "lake"}),
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
     "programs": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:LinePrograms", options={"most": 2}),
     "products": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:LongProducts", options={"digits": 2}),

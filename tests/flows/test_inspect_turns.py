@@ -124,7 +124,7 @@ def test_page_shows_two_episodes_turn_by_turn(run: RunContext) -> None:
     assert text.startswith("Version 2, highest and lowest reward\n\n### Prompt ")
     shown = text.split("### Prompt ")[1:]
     rewards = [float(re.findall(r"reward ([-\d.e]+),", one)[0]) for one in shown]
-    [version] = [version for version in run.policies.since(2)]
+    [version] = list(run.policies.since(2))
     batch = TrajectoryBatch.from_bytes(run.batches.read(run.batches.read_commit(version.batch_entry or 0).file))
     every = [one.reward for group in batch.groups() for one in group.trajectories]
     assert rewards == [max(every), min(every)][: 2 - (max(every) == min(every))]

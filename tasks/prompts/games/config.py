@@ -1,15 +1,18 @@
-"""The `[[prompts]]` sections of games, which the policy plays in an environment of the same kind."""
+"""The `[[prompts]]` sections of games, which the policy plays in an environment of the same kind, and of seeds, from
+which any environment may make its tasks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollflow.tasks.prompts.section import PromptBase
-from rollflow.tasks.runtime.sections import Section
+from rollflow.tasks.runtime.sections import Section, refuse
 
+SEED = "{seed}"  # the placeholder in a question that the seed replaces
 GAMES = ("frozen-lake", "sokoban", "kuhn-poker")
 
 
@@ -78,12 +81,48 @@ class KuhnPokerPrompts(PromptBase):
         return self.kind
 
 
-def find_game_faults(sources: Sequence[PromptBase], environment: Section) -> Iterator[tuple[str, object, str]]:
-    """Yield key, value and fix for each prompt source and environment that do not play the same game."""
+class SeedPrompts(PromptBase):
+    """Seeds, from each of which an environment makes a task."""
+
+    kind: Literal["seeds"] = Field(
+        "seeds",
+        description="numbered questions without an answer, for an environment that makes its task from the column seed",
+    )
+    question: str = Field("Task {seed}.", description='text of each question, in which the seed replaces "{seed}"')
+    row: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further columns of each question's row, for example the name of an environment",
+    )
+    name: str = Field("seeds", min_length=1, description="name of this prompt source in metrics")
+
+    @property
+    def domain(self) -> str:
+        """Name of this question source in metrics, such as "sums"."""
+        return self.name
+
+    @model_validator(mode="after")
+    def _check_question(self) -> Self:
+        if SEED not in self.question:
+            refuse("prompts.question", self.question, f"two prompts would be the same; write {SEED} in it")
+        return self
+
+
+def find_game_faults(
+    sources: Sequence[PromptBase], environment: Section, cold: Section | None
+) -> Iterator[tuple[str, object, str]]:
+    """Yield the config key, the value and the fix for each prompt source and environment that do not play the same
+    game, and for seeds in a run with a cold start (`cold`).
+    """
     kind, turns = str(getattr(environment, "kind", "")), getattr(environment, "max_turns", None)
     for which, source in enumerate(sources):
         asked = str(getattr(source, "kind", ""))
-        if isinstance(source, GamePrompts | KuhnPokerPrompts) and asked != kind:
+        if isinstance(source, SeedPrompts) and kind == "single-turn":
+            cure = "its questions have no answer; choose an environment that makes its task from the seed"
+            yield f"prompts.{which}.kind", asked, cure
+        elif isinstance(source, SeedPrompts) and cold is not None:
+            cure = "a cold start needs demonstrations, which seeds do not have; set policy.path to a trained policy"
+            yield f"prompts.{which}.kind", asked, cure
+        elif isinstance(source, GamePrompts | KuhnPokerPrompts) and asked != kind:
             cure = f'its prompts are played in an environment; set environment.kind = "{asked}"'
             yield f"prompts.{which}.kind", asked, cure
         elif kind in GAMES and asked != kind:
