@@ -1,7 +1,7 @@
 """Token truth, with vLLM: each trained token has the context that the engine sampled it with, and its log-prob.
 
-Episodes have several turns of a chat with thoughts and tool calls. The chat template removes thoughts of earlier turns
-before a new question of the user, so episodes have branches.
+Episodes have several turns of a chat with thoughts and tool calls. The chat template writes the schema of the tool, and
+removes thoughts of earlier turns before a new question of the user, so episodes have branches.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from tests.support.policy_folders import make_folder
 
 # As Qwen3: thoughts stay within an answer of several tool calls, and are removed before the user's next question.
 TEMPLATE = """
+{%- if tools %}<|turn|>system
+{{ tools | tojson }}<|over|>
+{% endif %}
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}<|turn|>{{ m['role'] }}
@@ -46,7 +49,9 @@ TEMPLATE = """
 {{ m['content'].split('</think>')[-1].lstrip('\\n') }}{% else %}{{ m['content'] }}{% endif %}<|over|>
 {% endfor %}{% if add_generation_prompt %}<|turn|>assistant
 {% endif %}"""
-LONGEST, GROUP = 384, 4
+PLACE = {"type": "object", "properties": {"at": {"type": "string"}}}
+LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PLACE}}
+LONGEST, GROUP = 512, 4
 TOLERANCE = 1e-4  # nats
 NO_OPTIONS = RequestOptions()
 
@@ -56,6 +61,7 @@ class Talk(Environment):
 
     async def play(self, episode: Episode) -> Score | None:
         draw = random.Random(sum(episode.prompt.tokens))
+        episode.replace_prompt(episode.ports.renderer.render_opening(episode.prompt, [LOOK], " Look first."))
         for number in range(draw.randint(2, 5)):
             begun, asks = len(episode.response), draw.random() < 0.5
             if draw.random() < 0.7 and not await self.say(episode, "<think>\n", "\n</think>\n\n"):
@@ -162,7 +168,7 @@ def worst_difference(folder: Path, data: BatchRows) -> float:
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.parametrize("episodes", [24, pytest.param(1000, marks=pytest.mark.soak)])
 async def test_trained_tokens_have_the_context_they_were_sampled_with(tmp_path: Path, episodes: int) -> None:
-    folder = make_folder(tmp_path / "policy", "qwen3", tokenizer={"template": TEMPLATE}, max_position_embeddings=512)
+    folder = make_folder(tmp_path / "policy", "qwen3", tokenizer={"template": TEMPLATE}, max_position_embeddings=640)
     tokenizer = PolicyTokenizer(folder, 0.0)
     async with serving(folder) as proxy:
         groups = await roll_out(proxy, tokenizer, build_prompts(tokenizer, episodes // GROUP))
@@ -190,4 +196,5 @@ async def test_trained_tokens_have_the_context_they_were_sampled_with(tmp_path: 
     assert batch.episodes == episodes
     assert len(batch) > episodes, "the chat template rewrote no thought"
     assert len(data.chosen) == sampled
+    assert all('"name": "look"' in tokenizer.decode(group.trajectories[0].tokens) for group in groups)
     assert worst < TOLERANCE
