@@ -21,7 +21,7 @@ from rollflow.tasks.scorers.base import Score
 NO_NAMES: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MixedMember(Environment):
     """One of several environments. `removals` maps the name of each removed environment to the reason."""
 
@@ -58,7 +58,7 @@ class MixedMember(Environment):
         logging.getLogger(__name__).warning("%s; its prompts are left out until the run is resumed", why)
 
 
-@dataclass
+@dataclass(eq=False)
 class MixedEpisodes(EnvironmentChoice):
     """Several environments by name. See the module's docstring."""
 
