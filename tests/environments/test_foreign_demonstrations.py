@@ -73,9 +73,12 @@ class World:
         async def score(_: ScoreRequest) -> Score:
             raise AssertionError("the environment computes the reward")
 
-        episode = PlayedEpisode(prompt, 10_000, ask, keep, score, ports=ports)
-        self._runner.run(episode.play(self.environment))
-        return episode.trajectories(Score(1.0))
+        async def run() -> tuple[Trajectory, ...]:
+            episode = PlayedEpisode(prompt, 10_000, ask, keep, score, ports=ports)
+            await episode.play(self.environment)
+            return episode.trajectories(Score(1.0))
+
+        return self._runner.run(run())
 
     def close(self) -> None:
         self._runner.run(self.environment.close())
