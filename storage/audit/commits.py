@@ -86,11 +86,19 @@ def _check_unjudged(body: BatchCommitted, after: RunState, limits: BatchLimits |
         name, reason = _name(key), reasons.get(key)
         if len({*numbers}) < len(numbers) or min(numbers) < 0 or max(numbers) >= responses:
             yield "unjudged", f"dispatch {name} has no such unjudged responses: {numbers}"
-        elif len(numbers) > (1 if reason is DiscardReason.UNJUDGED else most):
+        elif len(numbers) > _bound_unjudged(reason, most, limits):
             yield "unjudged", f"dispatch {name} has too many unjudged responses: {numbers}"
         elif reason is DiscardReason.FILTERED and limits and not (limits.leave_out or limits.removes):
             what = 'the config has no unjudged = "leave_out"'
             yield "unjudged", f"dispatch {name} was discarded as filtered with unjudged responses, but {what}"
+
+
+def _bound_unjudged(reason: DiscardReason | None, most: int, limits: BatchLimits | None) -> int:
+    """Return the largest number of unjudged responses that a group may have which was discarded for this reason."""
+    if reason is DiscardReason.UNJUDGED:
+        return 1
+    may_be_removed = reason is DiscardReason.FILTERED and (limits is None or limits.removes)
+    return max(most, int(may_be_removed))  # a removed environment leaves one response unjudged
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
