@@ -176,7 +176,8 @@ def _list_branches(group: TrajectoryGroup, first: Trajectory) -> list[Trajectory
 def write_episode(key: GroupKey, trajectories: Sequence[Trajectory], decode: Callable[[Sequence[int]], str]) -> str:
     """Return an episode as Markdown: who wrote each part, with notes and the text."""
     first = trajectories[0]
-    lines = [f"### Prompt {key.prompt}.{key.attempt}.{first.sample}: reward {first.reward:g}, {first.outcome}"]
+    outcome = first.outcome.value if first.outcome else "no outcome"
+    lines = [f"### Prompt {key.prompt}.{key.attempt}.{first.sample}: reward {first.reward:g}, {outcome}"]
     lines += [_quote(first.reason)] if first.reason else []
     parts = [part for one in trajectories for part in split_turns(one)]
     for part in parts[:MOST_PARTS]:

@@ -141,7 +141,7 @@ def test_page_shows_all_branches_of_an_episode() -> None:
     group = TrajectoryGroup(GroupKey(7, 0), "p", "d", (first, other, later))
     [(key, best), (_, worst)] = choose_episodes([group])
     assert (key, [one.sample for one in best], [one.sample for one in worst]) == (GroupKey(7, 0), [0, 2], [1])
-    text = write_episode(key, best, lambda tokens: "```".join(map(str, tokens)) * 2000)
+    text = write_episode(key, best, lambda tokens: "```".join(map(str, tokens)) * 3000)
     assert text.startswith("### Prompt 7.0.0: reward 1")
     assert text.count("**policy**") == 2
     assert "characters are left out" in text
