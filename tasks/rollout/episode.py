@@ -255,9 +255,7 @@ class PlayedEpisode:
             self._leader.cancel()
 
     def _expire(self, reason: str) -> None:
-        """Stop an environment that has computed for too long. The result is a timeout if the policy has acted, because
-        its action may be the cause.
-        """
+        """Stop an environment that computed for too long: a timeout if the policy, a possible cause, has acted."""
         if not self._gone:
             self._late = Score(0.0, reason, Outcome.TIMEOUT if self.turns else Outcome.UNJUDGED)
             self._interrupt()

@@ -196,7 +196,7 @@ class Evaluator:
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Evaluate all held-out prompts that can be played; the caller must keep the engines at policy version `version`.
+        """Evaluate all held-out prompts that can be played; the caller must keep the engines at version `version`.
 
         Raises:
             Unjudged: a response could not be judged; counting the response as wrong would falsify the accuracy.
