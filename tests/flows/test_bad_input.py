@@ -59,8 +59,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
         ("prompts.0.chat=true", ["prompts.chat = True", "no chat template", "policy.cold_start.chat_template"]),
         ("environment.kind=tools", ["environment.kind = 'tools'", "the policy has no tool", "[environment.python]"]),
-        ("prompts.0={kind='seeds'}", ["prompts.0.kind = 'seeds'", "choose an environment that makes its task"]),
-        ("prompts.0={kind='seeds', question='Go.'}", ["prompts.question = 'Go.'", "write {seed} in it"]),
+        ("prompts=[{kind='seeds'}]", ["prompts.0.kind = 'seeds'", "choose an environment that makes its task"]),
+        ("prompts=[{kind='seeds', question='Go.'}]", ["prompts.question = 'Go.'", "write {seed} in it"]),
         (
             "environment={kind='mixed', default='a', kinds={b={kind='trl', path='a:B'}}}",
             ["environment.default = 'a'", "name one of: b"],

@@ -30,8 +30,8 @@ class SeedSource:
         return self._ask_seed(2 * position)
 
     def demonstration(self, position: int) -> Question:
-        """Return the training question at `position`. It has no turns, because only the environment knows its task."""
-        return self._ask_seed(2 * position)
+        """Return a question with another seed. It has no turns, because only the environment knows its task."""
+        return self._ask_seed(STARTS + 2 * position)
 
     def held_out(self, count: int) -> list[Question]:
         """Return the first `count` held-out questions."""
@@ -40,4 +40,4 @@ class SeedSource:
     def _ask_seed(self, number: int) -> Question:
         seed = self._start + number
         text = self._config.question.replace(SEED, str(seed))
-        return Question(text, "", {**self._config.row, "seed": seed}, f"seed {seed}")
+        return Question(text, str(seed), {**self._config.row, "seed": seed}, f"seed {seed}")
