@@ -71,7 +71,7 @@ def test_endpoint_plays_the_user_of_an_episode(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("reply", [Reply("busy", 500), Reply(does="resets"), Reply("{}"), Reply("no JSON")])
-def test_endpoint_that_does_not_answer_leaves_the_episode_unjudged(reply: Reply) -> None:
+def test_episode_of_an_unreachable_endpoint_is_unjudged(reply: Reply) -> None:
     with judge_server(lambda number, body: reply) as server:
         score, episode = play(server)
     assert score is not None

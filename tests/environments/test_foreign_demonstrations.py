@@ -127,7 +127,7 @@ def test_demonstration_has_the_tokens_of_its_episode(
     assert tokenizer.decode(sampled) == "".join(one + ends for one in said)
 
 
-def test_demonstration_that_the_environment_ends_early_is_refused(
+def test_demonstration_ended_by_its_environment_is_refused(
     tokenizers: Mapping[str, PolicyTokenizer],
 ) -> None:
     encode, prompt = encoder_of(gym(), tokenizers["plain text"]), open_prompt(tokenizers["plain text"])
