@@ -47,7 +47,7 @@ class ForeignEpisodes(Environment):
 
     def __init__(self, config: ForeignEnvironment) -> None:
         self._config = config
-        self.health = EnvironmentHealth(config.part, config.max_failures, config.kind)
+        self.health = EnvironmentHealth(config.part, config.max_failures, str(config.spec["kind"]))
         self._name = f"environment {config.part}"
         self._pool: WorldPool | None = None
 
