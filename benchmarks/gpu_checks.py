@@ -40,7 +40,7 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "grpo, reference KL": {"objective": {"kind": "grpo", "penalties": {"kl_to": "reference", "kl_weight": 0.1}}},
     "grpo, entropy": {"objective": {"kind": "grpo", "penalties": {"entropy_weight": 0.01}}},
     "grpo, LoRA": {"lora": {"rank": 4}},
-    "grpo, no shared prompts": {"share_prompts": False},
+    "grpo, no shared prompts": {"share_prefixes": "none"},
 }
 NATS, RELATIVE, STEP = 1e-4, 1e-4, 0.02  # float32 limits of log-probs, gradients and steps
 BFLOAT = 1.5  # limit in bfloat16: this many times the CPU's own distance from float64

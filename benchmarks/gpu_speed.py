@@ -124,7 +124,7 @@ def run_speed() -> Iterator[Row]:
         found: dict[str, tuple[float, float]] = {}  # side -> (tokens/s, loss)
         yield from guard("plain loop", partial(_plain_rows, folder, batch, found))
         sides: dict[str, dict[str, Any]] = {
-            "rollflow, same micro-batches": {"share_prompts": False},
+            "rollflow, same micro-batches": {"share_prefixes": "none"},
             "rollflow": {},
             f"rollflow, {2 * MICRO:,} tokens at a time": {"micro_tokens": 2 * MICRO},
         }
@@ -166,7 +166,7 @@ def _chunked(
 ) -> Iterator[Row]:
     """Measure as `_own_rows`, with chunks of logits that are `times` times as large as on a CPU."""
     with mock.patch.object(token_logprobs, "ON_GPU", times):
-        yield from _own_rows(name, folder, batch, found, {"share_prompts": False})
+        yield from _own_rows(name, folder, batch, found, {"share_prefixes": "none"})
 
 
 def tokens_of(batch: TrajectoryBatch) -> int:
@@ -246,7 +246,7 @@ def _profile(folder: Path, batch: TrajectoryBatch) -> Iterator[Row]:
     """Profile a step, and report how its time on the device is spent."""
     from torch.profiler import ProfilerActivity, profile
 
-    learner = build(folder, DEVICE, "bfloat16", micro_tokens=MICRO, share_prompts=False)
+    learner = build(folder, DEVICE, "bfloat16", micro_tokens=MICRO, share_prefixes="none")
     learner.step(batch, 0)
     yield Row("profile: waits for the device in a step", float(_count_waits(lambda: learner.step(batch, 1))))
     with Peak() as peak, profile(activities=[ProfilerActivity.CUDA]) as seen:

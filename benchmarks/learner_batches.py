@@ -35,6 +35,7 @@ BATCH = "batch.arrow"
 NOISE = 0.25  # nats between the log-probs of the policy and of the behaviour policy
 PROMPT = (16, 65)  # the range of a random prompt's length in tokens
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a prompt and of a response to it
+TURNS, THOUGHT, ACTION, ANSWER = 10, 24, 16, 40  # turns of an agent's episode, and the tokens of their parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,23 @@ class Workload:
     sigma: float = 1.0
     cap: int = 0
     correlation: float = 0.7
+    prompt: tuple[int, int] = PROMPT
+    agent: bool = False  # the responses are those of the turns of an agent's episodes
 
 
 _DEEP = ColdStart(hidden_size=192, layers=4, heads=4, context=1024)
 _WIDE = ColdStart(hidden_size=128, layers=2, heads=4, context=1024)
+_WIDEST = ColdStart(hidden_size=512, layers=4, heads=8, context=1024)
+_LONG, _LONG_WIDEST = (cold.model_copy(update={"context": 2048}) for cold in (_DEEP, _WIDEST))
 WORKLOADS = {
     "quick-start": Workload(256, 4),
     "wide": Workload(8, 4, _WIDE, vocabulary=151_936, median=64.0, cap=512),
     "ragged": Workload(16, 4, _DEEP, vocabulary=8_000, median=64.0, cap=512),
+    "prompt": Workload(4, 8, _DEEP, vocabulary=8_000, median=64.0, sigma=0.0, cap=64, prompt=(512, 513)),
+    "prompt-wide": Workload(2, 8, _WIDEST, vocabulary=8_000, median=64.0, sigma=0.0, cap=64, prompt=(512, 513)),
+    "agent": Workload(1, 4, _LONG, vocabulary=8_000, prompt=(1024, 1025), agent=True),
+    "agent-wide": Workload(1, 2, _LONG_WIDEST, vocabulary=8_000, prompt=(1024, 1025), agent=True),
+    "agent-tiny": Workload(1, 2, _LONG, vocabulary=300, prompt=(16, 17), agent=True),
     "tiny": Workload(4, 4, _WIDE, vocabulary=20_000, median=16.0, cap=64),
 }
 
@@ -79,7 +89,8 @@ def write(workload: Workload, folder: Path, still: float) -> int:
     torch.manual_seed(0)
     model = load_model(folder, "float32", trained=False)
     model.save_pretrained(folder)
-    made = _made_up(workload) if workload.cold else _answers(workload, folder)
+    invent = _episodes if workload.agent else _made_up
+    made = invent(workload) if workload.cold else _answers(workload, folder)
     groups = [_group(model, number, pairs, number < still * workload.groups) for number, pairs in enumerate(made)]
     (folder / BATCH).write_bytes(TrajectoryBatch.from_groups(groups).to_bytes())
     return sum(group.response_tokens for group in groups)
@@ -99,10 +110,29 @@ def _made_up(workload: Workload) -> Iterator[list[Pair]]:
     draw = np.random.default_rng(0)
     shared, own = workload.correlation**0.5, (1 - workload.correlation) ** 0.5
     for _ in range(workload.groups):
-        prompt = draw.integers(workload.vocabulary, size=draw.integers(*PROMPT)).tolist()
+        prompt = draw.integers(workload.vocabulary, size=draw.integers(*workload.prompt)).tolist()
         z = shared * draw.normal() + own * draw.normal(size=workload.group_size)
         lengths = np.clip(workload.median * np.exp(workload.sigma * z), 1, workload.cap).astype(int)
         yield [(prompt, draw.integers(workload.vocabulary, size=length).tolist()) for length in lengths]
+
+
+def _episodes(workload: Workload) -> Iterator[list[Pair]]:
+    """Return the turns of agents' episodes, each with its context and its response.
+
+    A response is a thought and an action. Later contexts have the action and its answer, but not the thought, so each
+    turn is a branch.
+    """
+    draw = np.random.default_rng(0)
+    for _ in range(workload.groups):
+        prompt, pairs = draw.integers(workload.vocabulary, size=workload.prompt[0]).tolist(), list[Pair]()
+        for _ in range(workload.group_size):
+            context = prompt
+            for _ in range(TURNS):
+                parts = (draw.integers(workload.vocabulary, size=size).tolist() for size in (THOUGHT, ACTION, ANSWER))
+                thought, action, answer = parts
+                pairs.append((context, thought + action))
+                context = context + action + answer
+        yield pairs
 
 
 def _group(model: Any, number: int, pairs: Sequence[Pair], still: bool) -> TrajectoryGroup:

@@ -7,6 +7,7 @@ gradient norm and peak memory.
 
 - `rollflow` is `build_learner(...).step(batch, version)`: it starts with the stored Arrow batch, and includes
   advantages and packing.
+- `rollflow-rows` and `rollflow-prompts` are `rollflow` with `share_prefixes = "none"` and `"prompts"`.
 - `trl` is `GRPOTrainer.train()` of TRL, with a rollout that returns the recorded batch. The clock runs from the scored
   and padded batch (the result of `_generate_and_score_completions`) to the end of the optimizer step (`on_step_end`).
   TRL's `old_per_token_logps` are the recorded log-probs, so TRL needs no pass to compute them. AdamW is fused, which is
@@ -39,8 +40,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -104,7 +106,7 @@ def since(began: tuple[float, float]) -> tuple[float, float]:
     return clock - began[0], processor - began[1]
 
 
-def rollflow(folder: Path, setting: str, turns: Turns) -> None:
+def rollflow(folder: Path, setting: str, turns: Turns, share: Literal["all", "prompts", "none"] = "all") -> None:
     """Run rollflow's learner through its public functions."""
     config = TorchTrain(
         learning_rate=RATE,
@@ -113,6 +115,7 @@ def rollflow(folder: Path, setting: str, turns: Turns) -> None:
         max_grad_norm=LONGEST_GRADIENT,
         micro_tokens=int(setting.removesuffix("c")),
         checkpoint_activations=setting.endswith("c"),
+        share_prefixes=share,
         threads=torch.get_num_threads(),
     )
     learner = build_learner(config, LearnerStart(folder, trained=True))
@@ -269,6 +272,8 @@ def groups_of(folder: Path) -> list[TrajectoryGroup]:
 
 SIDES: dict[str, Callable[[Path, str, Turns], None]] = {
     "rollflow": rollflow,
+    "rollflow-rows": partial(rollflow, share="none"),
+    "rollflow-prompts": partial(rollflow, share="prompts"),
     "trl": trl,
     "trl-compact": trl_compact,
     "plain": plain,

@@ -6,7 +6,7 @@ copy of the prompt.
 
 - `rollflow` is `build_learner(...).step(batch, version)`, starting with the stored Arrow batch: the timed step includes
   sending it to the ranks, reading it and distributing its rows.
-- `rollflow-rows` is `rollflow` with `share_prompts = false`, so that it does the same work as the other sides.
+- `rollflow-rows` is `rollflow` with `share_prefixes = "none"`, so that it does the same work as the other sides.
 - `rollflow-sharded` is `rollflow-rows` with `sharded = true`.
 - `ddp` is torch's DistributedDataParallel as users write it. Each rank has every n-th row, as from torch's
   DistributedSampler. Each rank sorts its rows by length, and runs them in padded micro-batches of as many tokens as
@@ -94,7 +94,7 @@ def rollflow(folder: Path, ranks: int, tokens: int, turns: Turns, name: str = "r
         "betas": BETAS,
         "max_grad_norm": LONGEST_GRADIENT,
         "micro_tokens": tokens,
-        "share_prompts": name == "rollflow",
+        "share_prefixes": "all" if name == "rollflow" else "none",
         "ranks": ranks,
     }
     config = (

@@ -61,6 +61,7 @@ LONG = {  # servers, whole runs, seconds to minutes of a core
     "learner_step": Smoke("--only tiny --turns 1 --sweep-steps 1 --sides rollflow plain"),
     "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),
     "liveness": Smoke("--resumes 1 --heads 1 --busy 1 --stops 1 --away 31"),
+    "prefix_trees": Smoke("--only agent-tiny --turns 1"),
     "publishing": Smoke("--sizes tiny --tokens 8"),
     "quick_start": Smoke("--seeds 0 --home {} --set versions=1 --set policy.cold_start.target_accuracy=0.01"),
     "ranks": Smoke("--only tiny --ranks 1 --sides rollflow --turns 1"),

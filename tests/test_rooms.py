@@ -31,7 +31,8 @@ MAY: dict[str, set[str]] = {
     "storage": {"storage/log", "storage/objects"},
     "tasks": set(),
     "tasks/runtime": set(),
-    "tasks/objectives": {"tasks/runtime"},
+    "tasks/objectives": {"tasks/objectives/prefixes", "tasks/runtime"},
+    "tasks/objectives/prefixes": {"tasks/objectives"},
     "tasks/games": set(),
     "tasks/prompts": {"tasks/prompts/games", "tasks/runtime"},
     "tasks/prompts/games": {"tasks/games", "tasks/prompts", "tasks/runtime"},
@@ -61,10 +62,10 @@ MAY: dict[str, set[str]] = {
     },
     "tasks/learners/checkpoint": set(),
     "tasks/learners/optimizer": {"tasks/learners", "tasks/learners/checkpoint", "tasks/objectives"},
-    "tasks/learners/distributed": {"tasks/learners", "tasks/runtime"},
+    "tasks/learners/distributed": {"tasks/learners", "tasks/objectives/prefixes", "tasks/runtime"},
     "tasks/learners/forward": {
         *("tasks/learners", "tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/optimizer"),
-        *("tasks/objectives", "tasks/policies", "tasks/runtime"),
+        *("tasks/objectives", "tasks/objectives/prefixes", "tasks/policies", "tasks/runtime"),
     },
     "tasks/learners/sharding": {
         *("tasks/learners", "tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/forward"),

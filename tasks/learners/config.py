@@ -128,9 +128,10 @@ class TrainBase(Section):
         description="number of optimizer steps in which each batch is trained; each optimizer step uses a different "
         "part of the batch's prompts",
     )
-    share_prompts: bool = Field(
-        True,
-        description="whether the forward pass computes a prompt only once for all its responses, where this saves work",
+    share_prefixes: Literal["all", "prompts", "none"] = Field(
+        "all",
+        description="leading tokens that a pass computes only once for all rows of a group. all: every token that "
+        "rows share; prompts: the prompt of the group, where that saves work; none: every row is computed alone",
     )
     checkpoint_activations: bool = Field(
         False,

@@ -158,12 +158,16 @@ class Updates:
     def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
         """Return the inputs of the objective for the given tokens, which `hidden_MH` predicts."""
         roles, before, among = self.roles, self.before, micro.among[some]
+        distinct = micro.find_distinct(some)
+        hidden, targets = hidden_MH, send(micro.targets[some], self.device)
+        if distinct is not None:  # tokens that several rows share need only one log-prob
+            first, index_M = (send(one, self.device) for one in distinct)
+            hidden, targets = hidden_MH[first], targets[first]
         logp_M, entropy_M = self.token_logprobs.of(
-            hidden_MH,
-            send(micro.targets[some], self.device),
-            temperature=roles.temperature,
-            entropy=roles.objective.uses_entropy,
+            hidden, targets, temperature=roles.temperature, entropy=roles.objective.uses_entropy
         )
+        if distinct is not None:
+            logp_M, entropy_M = logp_M[index_M], None if entropy_M is None else entropy_M[index_M]
 
         def known(found_B: Tensor | None) -> Tensor | None:
             return None if found_B is None else send(found_B[among], self.device)

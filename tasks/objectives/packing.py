@@ -2,20 +2,25 @@
 
 Shapes: R rows (trajectories) are packed into L lines (sequences), padded to T tokens each. M is the number of tokens
 with loss mask 1 in the micro-batch. Padding is on the right, so under causal attention no real token attends to
-padding. If several rows of a line share a prompt, an attention mask keeps these rows from attending to each other.
+padding. If several rows of a line share tokens, attention keeps the other tokens of these rows apart.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollflow.tasks.objectives.prefixes.blocks import build_mask, fill_mask, split_attention
+from rollflow.tasks.objectives.prefixes.layout import FAR, Packing, PlacedTokens, lay_out
+from rollflow.tasks.objectives.prefixes.lines import PackedSequence, Sharing, join_lines, pack_lines
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.objectives.shared_prefix import PackedSequence, PlacedTokens, lay_out, pack_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +34,8 @@ class ObservedTargets:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """L lines, padded to T tokens. A line is a packed sequence: a single row (trajectory), or several rows of a group
-    after one copy of their prompt.
+    """L lines, padded to T tokens. A line is a packed sequence: a row (trajectory), or several rows, each without the
+    tokens that it shares with the row before it.
 
     The attribute `where` gives the positions of the hidden states that predict the M tokens with loss mask 1.
     """
@@ -40,9 +45,14 @@ class MicroBatch:
     targets: Tensor  # (M,) int64: the tokens with loss mask 1
     row_M: Tensor  # int64: the row of the batch to which each token with loss mask 1 belongs
     among: Tensor  # (M,) int64: index of each token among the batch's B tokens with loss mask 1
-    positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares a prompt
-    part: Tensor | None = None  # (L, T) int64: see `Packing.part`; None if no row shares a prompt
+    positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares tokens
+    last: Tensor | None = None  # (L, T) int64: see `Packing.last`; None if no row shares tokens
+    packing: Packing | None = None  # the layout, if each token attends to its path only; then L is 1
+    most: int = 0  # with `packing`: see `Sharing.dense`
     observed: ObservedTargets | None = None  # None if the environment's tokens are not trained on
+    # (M,) int64: number of each token. Tokens that several rows share have one number, because one hidden state
+    # predicts them. None if all numbers differ.
+    number: Tensor | None = None
 
     @property
     def predicting(self) -> tuple[Tensor, Tensor]:
@@ -62,65 +72,70 @@ class MicroBatch:
             targets=self.targets[kept_M],
             row_M=self.row_M[kept_M],
             among=self.among[kept_M],
+            number=None if self.number is None else self.number[kept_M],
         )
+
+    def find_distinct(self, some: slice) -> tuple[Tensor, Tensor] | None:
+        """Return the indices of distinct tokens among the tokens `some` with loss mask 1, and for each of the tokens
+        `some` the index of its distinct token. Return None if all tokens are distinct."""
+        if self.number is None:
+            return None
+        _, first, index = np.unique(self.number[some].numpy(), return_index=True, return_inverse=True)
+        return (torch.from_numpy(first), torch.from_numpy(index)) if len(first) < len(index) else None
 
     @property
     def seen(self) -> Tensor | None:
         """The attention mask, of shape (L, 1, T, T). An element of the mask is True if the token of the third axis
         attends to the token of the last axis.
 
-        The attention mask is None if no row shares a prompt.
+        The attention mask is None if no row shares tokens.
         """
-        return None if self.part is None else build_mask(self.part)
+        return None if self.last is None else build_mask(self.last)
 
-    def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         """Return the decoder's arguments, except `use_cache`, on `device`. The method `inputs` may return before the
         copies to the device are complete."""
-        found = {"input_ids": self.tokens.to(device, non_blocking=True)}
-        if self.positions is None or self.part is None:
+        found: dict[str, Any] = {"input_ids": self.tokens.to(device, non_blocking=True)}
+        if self.positions is None or self.last is None:
             return found
-        # The mask is built on the device, because the mask is T times as large as `part`.
-        seen = build_mask(self.part.to(device, non_blocking=True))
-        least = torch.finfo(dtype).min
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, least)
-        return {**found, "position_ids": self.positions.to(device, non_blocking=True), "attention_mask": mask}
-
-
-def build_mask(part: Tensor) -> Tensor:
-    """Return the attention mask, of shape (L, 1, T, T). An element of the mask is True if the token of the third axis
-    attends to the token of the last axis.
-
-    Padding attends to padding, because a softmax over no tokens would give NaN.
-    """
-    asks, asked = part[:, :, None], part[:, None, :]
-    before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool, device=part.device).tril_()
-    return (((asked == asks) | (asked == 0)) & before)[:, None]
+        found["position_ids"] = self.positions.to(device, non_blocking=True)
+        if self.packing is not None:
+            # A mask of four dimensions keeps transformers from building a mask of its own.
+            blocks = split_attention(self.packing, self.most, dtype)
+            return {**found, "attention_mask": torch.zeros((1, 1, 1, 1), dtype=dtype), "prefix_blocks": blocks}
+        # The mask is built on the device, because the mask is T times as large as `last`.
+        seen = build_mask(self.last.to(device, non_blocking=True))
+        return {**found, "attention_mask": fill_mask(seen, dtype)}
 
 
 def micro_batches(
     data: BatchRows,
     rows: Sequence[int],
     micro_tokens: int,
-    width: int | None = None,
+    sharing: Sharing | None = None,
     own: Callable[[list[PackedSequence]], list[PackedSequence]] = list,
 ) -> Iterator[MicroBatch]:
     """Split rows of the batch, longest first, into padded micro-batches of at most `micro_tokens` tokens. A line
     (packed sequence) with more than `micro_tokens` tokens is a micro-batch of its own.
 
-    `width` is the width (hidden size) of the model's layers, or None if the model cannot share prompts. If `width` is
-    given, responses of a group share one copy of their prompt where sharing saves work (see `shared_prefix.py`). The
-    function `own` selects the lines (packed sequences) that this process runs.
+    `sharing` says which tokens rows of a group share, or is None if the model cannot share tokens (see
+    `prefixes/lines.py`). The function `own` selects the lines (packed sequences) that this process runs.
     """
-    order = own(sorted(pack_lines(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
+    order = own(sorted(pack_lines(data, rows, micro_tokens, sharing), key=lambda line: (-line.length, line.rows[0])))
     while order:
-        take = max(1, micro_tokens // order[0].length)
-        yield _micro_batch(data, order[:take])
+        if sharing is None or not sharing.by_path:
+            take = max(1, micro_tokens // order[0].length)
+            yield _micro_batch(data, order[:take])
+        else:  # all lines become one line, so there is no padding
+            take = max(1, bisect_right(list(accumulate(line.length for line in order)), micro_tokens))
+            yield _micro_batch(data, [join_lines(order[:take])], sharing.dense)
         order = order[take:]
 
 
-def _micro_batch(data: BatchRows, lines: Sequence[PackedSequence]) -> MicroBatch:
+def _micro_batch(data: BatchRows, lines: Sequence[PackedSequence], most: int | None = None) -> MicroBatch:
+    """Return lines as a micro-batch. `most` is `Sharing.dense` if each token attends to its path only, else None."""
     laid = lay_out(data, lines)
-    several = any(line.prompt for line in lines)
+    several = most is not None or any(len(line.rows) > 1 for line in lines)
     sampled = laid.sampled
     return MicroBatch(
         tokens=torch.from_numpy(laid.tokens),
@@ -129,9 +144,20 @@ def _micro_batch(data: BatchRows, lines: Sequence[PackedSequence]) -> MicroBatch
         row_M=torch.from_numpy(sampled.row),
         among=torch.from_numpy(sampled.among),
         positions=torch.from_numpy(laid.positions) if several else None,
-        part=torch.from_numpy(laid.part) if several else None,
+        last=torch.from_numpy(laid.last) if several else None,
+        packing=None if most is None else laid,
+        most=most or 0,
         observed=_build_observed(data, laid.observed),
+        number=_number_tokens(laid, data.tokens[data.chosen[sampled.among]]) if several else None,
     )
+
+
+def _number_tokens(laid: Packing, targets_M: np.ndarray) -> Tensor | None:
+    """Return `MicroBatch.number`."""
+    line_M, place_M = laid.sampled.at
+    keys_M = (line_M * laid.tokens.shape[1] + place_M) * FAR + targets_M
+    distinct, number_M = np.unique(keys_M, return_inverse=True)
+    return torch.from_numpy(number_M) if len(distinct) < len(number_M) else None
 
 
 def _build_observed(data: BatchRows, placed: PlacedTokens | None) -> ObservedTargets | None:

@@ -311,7 +311,7 @@ def fetch_folder(
 BEFORE: dict[str, dict[str, Any]] = {
     "train": {
         "master_dtype": "policy",
-        "share_prompts": False,
+        "share_prefixes": "none",
         "fused_adamw": False,
         "attention": "default",
         "advantage_dtype": "float32",

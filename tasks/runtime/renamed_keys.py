@@ -29,7 +29,7 @@ class Renames:
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str | bool, str]] = field(default_factory=dict)
     removed: frozenset[str] = frozenset()
     kinds: Mapping[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
 
@@ -104,7 +104,7 @@ class Renames:
         return {**self.keys, **{f"{prefix}{name}": today for name, today in own.items()}} if own else self.keys
 
     def _value(self, key: str, value: Any) -> Any:
-        return self.values.get(key, {}).get(value, value) if isinstance(value, str) else value
+        return self.values.get(key, {}).get(value, value) if isinstance(value, str | bool) else value
 
 
 def _name_in(key: str, prefix: str) -> str:
@@ -139,8 +139,13 @@ RECIPE = Renames(
         "reward.format.price": "penalty",
         "train.learner": "kind",
         "train.spread": "multi_node",
+        "train.share_prompts": "share_prefixes",
     },
-    values={"train.not_finite": {"next": "skip"}, "rollout.routing": {"group": "prefix"}},
+    values={
+        "train.not_finite": {"next": "skip"},
+        "rollout.routing": {"group": "prefix"},
+        "train.share_prefixes": {True: "prompts", False: "none"},
+    },
     removed=frozenset({"rollout.mode"}),
     kinds={
         **{("environment", kind): FOREIGN for kind in ("trl", "gymnasium")},

@@ -1,6 +1,8 @@
-"""Responses that share a prompt have the log-probs and gradients of separate rows, on each architecture that shares."""
+"""Rows that share tokens have the log-probs and gradients of separate rows, on each architecture that shares."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +10,13 @@ import torch
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.testing.learners import batch_of, trajectory
-from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of, tokens_of
+from tests.contracts.test_token_logprobs import ARCHITECTURES, OTHERS, learner_of, model_of, tokens_of
 
-WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}  # architectures whose config declares sliding windows
+ALONE = {"mistral", "gemma2", "gemma3_text", "cohere2", "mamba"}  # architectures with windows or a recurrent state
 
 
 def groups() -> TrajectoryBatch:
-    """Return two groups of three responses; the responses have different lengths."""
+    """Return two groups of three responses, which share their prompts; the responses have different lengths."""
     prompts = [tokens_of(7, 50 + group) for group in range(2)]
     return batch_of(
         *(
@@ -24,29 +26,30 @@ def groups() -> TrajectoryBatch:
     )
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_shared_prompts_give_the_results_of_separate_rows(name: str) -> None:
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
+def test_shared_tokens_give_the_results_of_separate_rows(name: str) -> None:
     made = learner_of(model_of(name), max_grad_norm=1e9)
-    assert (made.width is None) == (name in WINDOWED)
-    if made.width is None:
+    assert (made.sharing is None) == (name in ALONE)
+    if made.sharing is None:
         return
+    assert made.sharing.by_path
     data, found = BatchRows.of(groups()), []
-    for width in (made.width, None):
-        made.width = width
-        lines = [len(micro.tokens) for micro in made.micros(data, range(6))]
-        assert lines == [6 if width is None else 2]
+    for sharing in (None, replace(made.sharing, dense=4), replace(made.sharing, by_path=False)):
+        made.sharing = sharing
+        shapes = [tuple(micro.tokens.shape) for micro in made.micros(data, range(6))]
+        assert shapes == [(6, 11) if sharing is None else (1, 32) if sharing.by_path else (2, 16)]
         made.policy.clear()
         logp = [made.own_logprobs(micro)[micro.among.argsort()] for micro in made.micros(data, range(6))]
         (torch.cat(logp) * torch.arange(1.0, 1 + len(data.chosen))).sum().backward()
         grads = [p.grad.flatten() for p in made.model.parameters() if p.grad is not None]
         found.append((torch.cat(logp).detach(), torch.cat(grads)))
-    for together, alone in zip(*found, strict=True):
-        assert float((together - alone).norm() / alone.norm()) < 1e-4
+    for alone, *together in zip(*found, strict=True):
+        assert all(float((one - alone).norm() / alone.norm()) < 1e-4 for one in together)
 
 
-@pytest.mark.parametrize("unheard", ["attention_mask", "position_ids"])
-def test_model_that_ignores_mask_or_positions_is_refused(unheard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the mask, the second response attends to the first response.
+@pytest.mark.parametrize("unheard", [{"attention_mask", "prefix_blocks"}, {"position_ids"}])
+def test_model_that_ignores_mask_or_positions_is_refused(unheard: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mask, a response attends to the response before it.
 
     Without positions, the second response has positions that follow the first response instead of the prompt.
     """
@@ -54,7 +57,23 @@ def test_model_that_ignores_mask_or_positions_is_refused(unheard: str, monkeypat
     forward = model.model.forward
 
     def deaf(*given: object, **others: object) -> object:
-        return forward(*given, **{name: value for name, value in others.items() if name != unheard})
+        return forward(*given, **{name: value for name, value in others.items() if name not in unheard})
 
     monkeypatch.setattr(model.model, "forward", deaf)
-    assert learner_of(model).width is None
+    assert learner_of(model).sharing is None
+
+
+def test_model_that_ignores_blocks_gets_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda *given, prefix_blocks=None, **others: forward(*given, **others))
+    sharing = learner_of(model).sharing
+    assert sharing is not None
+    assert not sharing.by_path
+
+
+@pytest.mark.parametrize(("value", "prefixes"), [("all", True), ("prompts", False), ("none", None)])
+def test_config_says_which_tokens_are_shared(value: str, prefixes: bool | None) -> None:
+    made = learner_of(model_of("llama"), share_prefixes=value)
+    assert (made.sharing and made.sharing.prefixes) == prefixes
+    assert made.model.config._attn_implementation == ("rollflow_paths" if prefixes else "sdpa")

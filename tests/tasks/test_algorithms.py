@@ -16,8 +16,8 @@ from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.advantages import EPSILON, TINY, compute_advantages, penalize_overlong, whiten
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.prefixes.lines import Sharing, pack_lines
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.objectives.shared_prefix import pack_lines
 from rollflow.testing.learners import batch_of, trajectory
 
 F64 = torch.float64
@@ -152,7 +152,7 @@ def test_packed_responses_share_one_prompt() -> None:
     """[5 6 | 8 9 10 | 7] and [1 | 2 3]: each response attends to its prompt and itself; positions follow the prompt."""
     batch = batch_of([trajectory([5, 6], [7]), trajectory([5, 6], [8, 9, 10], 1)], [trajectory([1], [2, 3])])
     data = BatchRows.of(batch)
-    [micro] = micro_batches(data, [0, 1, 2], 1000, width=64)
+    [micro] = micro_batches(data, [0, 1, 2], 1000, Sharing(64, prefixes=False))
     assert micro.tokens.tolist() == [[5, 6, 8, 9, 10, 7], [1, 2, 3, 0, 0, 0]]
     assert pairs_of(micro) == [(1, 6, 8), (1, 8, 9), (1, 9, 10), (0, 6, 7), (2, 1, 2), (2, 2, 3)]
     assert data.behaviour[micro.among].tolist() == pytest.approx([-0.58, -0.59, -0.6, -0.57, -0.52, -0.53])
@@ -175,12 +175,14 @@ def test_packed_responses_share_one_prompt() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=5)), min_size=1, max_size=5),
     st.integers(8, 60),
-    st.sampled_from([None, 1, 64]),
+    st.sampled_from(
+        [None, Sharing(1), Sharing(64), Sharing(64, prefixes=False), Sharing(10**6, by_path=True, dense=8)]
+    ),
 )
 def test_every_sampled_token_is_packed_once_with_its_context(
-    groups: list[tuple[int, list[int]]], most: int, width: int | None
+    groups: list[tuple[int, list[int]]], most: int, sharing: Sharing | None
 ) -> None:
-    """Packing is correct for any lengths (also for a response without tokens), any budget and any width."""
+    """Packing is correct for any lengths (also for a response without tokens), any budget and any sharing."""
     number = itertools.count(1)
     made = []
     for prompt, lengths in groups:
@@ -189,9 +191,9 @@ def test_every_sampled_token_is_packed_once_with_its_context(
     batch = batch_of(*made)
     data = BatchRows.of(batch)
     found = {}
-    for micro in micro_batches(data, range(len(batch)), most, width):
+    for micro in micro_batches(data, range(len(batch)), most, sharing):
         lengths_L = (micro.tokens != 0).sum(1)
-        assert len(lengths_L) == 1 or micro.tokens.numel() <= most
+        assert micro.tokens.numel() <= most or (len(lengths_L) == 1 and len(micro.row_M.unique()) <= 1)
         for line, place, target, row, among in zip(
             *(t.tolist() for t in (*micro.where, micro.targets, micro.row_M, micro.among)), strict=True
         ):
@@ -258,10 +260,10 @@ def test_response_joins_a_packed_row_only_if_that_saves_work() -> None:
     """Behind a prompt of one token, long responses would waste attention on each other."""
     short, long = [trajectory([1] * 50, [2] * 3, i) for i in range(4)], [trajectory([1], [2] * 50, i) for i in range(4)]
     data = BatchRows.of(batch_of(short, long))
-    lines = pack_lines(data, range(8), 1000, 2)
+    lines = pack_lines(data, range(8), 1000, Sharing(2, prefixes=False))
     assert [line.rows for line in lines] == [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
     assert [line.length for line in lines] == [62, 51, 51, 51, 51]
-    assert [line.rows for line in pack_lines(data, range(4), 57, 2)] == [
+    assert [line.rows for line in pack_lines(data, range(4), 57, Sharing(2, prefixes=False))] == [
         (0, 1),
         (2, 3),
     ]  # 57 tokens is the longest line

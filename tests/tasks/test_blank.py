@@ -54,9 +54,9 @@ def test_every_architecture_can_start_with_empty_weights(name: str, dtype: str, 
     """Buffers that no file holds, such as tables of positions, are also there, and float32 exceptions stay float32."""
     model_of(name).save_pretrained(tmp_path)
     made, other = begun(tmp_path, dtype=dtype), begun(tmp_path, dtype=dtype, trained=False, blank=True, seed=4)
-    assert other.width is None
+    assert other.sharing is None
     other.load(*saved(made))
-    assert other.width == made.width
+    assert other.sharing == made.sharing
     assert other.logprobs((3, 4, 5, 6)) == made.logprobs((3, 4, 5, 6))
     assert other.step(groups(), 0) == made.step(groups(), 0)
     assert saved(other) == saved(made)
@@ -76,20 +76,19 @@ def test_random_weights_of_new_parts_do_not_depend_on_the_model(folder: Path, pa
 
 
 def test_empty_model_is_checked_once_weights_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test asks if the model can share prompts and if its head can be run alone; it runs only once."""
+    """The test asks if the model can share tokens and if its head can be run alone; it runs only once."""
     seen: list[bool] = []
 
-    def tried(model: Any, logprobs: Any) -> int | None:
+    def tried(model: Any, *_: Any) -> None:
         seen.append(any(bool(parameter.isnan().any()) for parameter in model.parameters()))
-        return None
 
     made = begun(folder)
-    monkeypatch.setattr(models, "shared_width", tried)
+    monkeypatch.setattr(models, "find_sharing", tried)
     other = begun(folder, blank=True)
     assert seen == []
     for _ in range(2):
         other.load(*saved(made))
-    assert (seen, other.width) == ([False], None)
+    assert (seen, other.sharing) == ([False], None)
 
 
 def test_unusable_lm_head_is_refused_after_the_weights_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

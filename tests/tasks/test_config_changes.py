@@ -216,7 +216,7 @@ def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
 def test_config_of_a_run_older_than_a_key_can_be_changed(tmp_path: Path) -> None:
     """The recorded config lacks some keys, and has one key in an older place; the change leaves both as they are."""
     tree = RunConfig().model_dump(mode="json")
-    for key in ("fused_adamw", "share_prompts", "objective"):
+    for key in ("fused_adamw", "share_prefixes", "objective"):
         del tree["train"][key]
     tree["train"]["negative_weight"] = 0.5
     store = open_store(str(tmp_path / "runs" / "old"))

@@ -54,7 +54,7 @@ def made(start: LearnerStart, **keys: Any) -> TorchLearner:
         {"objective": {"kind": "ppo"}, "minibatches": 2},
         {"objective": {"kind": "m2po"}},
         {"objective": {"penalties": {"kl_to": "reference", "kl_weight": 0.1}}, "checkpoint_activations": True},
-        {"share_prompts": False, "lora": {"rank": 2}},
+        {"share_prefixes": "none", "lora": {"rank": 2}},
     ],
 )
 def test_key_deterministic_changes_no_bit_on_a_cpu(start: LearnerStart, keys: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def watch_step(folder: Path, micro_tokens: int) -> Reads:
-    config = TorchTrain(warmup_versions=0, micro_tokens=micro_tokens, share_prompts=False)
+    config = TorchTrain(warmup_versions=0, micro_tokens=micro_tokens, share_prefixes="none")
     learner = TorchLearner(
         load_model(folder, "bfloat16", trained=True), config, temperature=1.0, versions=9, longest=9, seed=0
     )

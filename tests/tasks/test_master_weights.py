@@ -133,11 +133,12 @@ def test_old_run_keeps_its_attention_and_advantage_dtype() -> None:
 def test_older_recorded_run_has_no_master_weights(recorded: dict[str, object]) -> None:
     """A run from before masters also shares no prompts and uses no fused optimizer, which would give other bits."""
     config = RunConfig().model_dump(mode="json")
-    del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]
+    del config["train"]["master_dtype"], config["train"]["share_prefixes"], config["train"]["fused_adamw"]
     config["train"] |= recorded
     found = parse_recorded(config).train
     assert found.master_dtype == recorded.get("master_dtype", "policy")
-    assert found.share_prompts == found.fused_adamw == recorded.get("share_prompts", False)
+    assert found.fused_adamw == recorded.get("fused_adamw", False)
+    assert found.share_prefixes == ("prompts" if recorded.get("share_prompts") else "none")
 
 
 def test_probe_tolerance_is_larger_in_bfloat16() -> None:

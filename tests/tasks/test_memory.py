@@ -99,7 +99,7 @@ def test_micro_batch_without_tokens_changes_nothing(folder: Path, kind: str) -> 
     """A micro-batch of rows without sampled tokens: some objectives run every row."""
 
     def weights(groups: list[list[Trajectory]]) -> object:
-        made = learner(folder, objective={"kind": kind}, micro_tokens=12, share_prompts=False)
+        made = learner(folder, objective={"kind": kind}, micro_tokens=12, share_prefixes="none")
         assert made.step(batch_of(*groups), 0)["loss"] != 0.0
         return saved(made)[0]
 

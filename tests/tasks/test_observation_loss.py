@@ -122,7 +122,7 @@ def expected_gradient(
     ("keys", "chunk"),
     [
         ({}, 1000),
-        ({"share_prompts": False, "micro_tokens": 24}, 1000),
+        ({"share_prefixes": "none", "micro_tokens": 24}, 1000),
         ({"minibatches": 2}, 1000),
         ({}, 3),
         ({"objective": {**PLAIN, "aggregation": "sequence-mean"}}, 3),

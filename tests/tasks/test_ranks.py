@@ -32,7 +32,7 @@ NEAR = 1e-5
 READS = Lock()  # transformers cannot read two models at a time in one process
 CONFIGS: dict[str, TorchTrain] = {
     "GRPO": TorchTrain(),
-    "GRPO, rows alone, a few tokens in a pass": TorchTrain(share_prompts=False, micro_tokens=16),
+    "GRPO, rows alone, a few tokens in a pass": TorchTrain(share_prefixes="none", micro_tokens=16),
     "decoupled PPO": TorchTrain(minibatches=2, objective=PartsObjective(kind="decoupled-ppo")),
     "PPO with a critic": TorchTrain(minibatches=2, objective=PartsObjective(kind="ppo")),
     "a look at the whole batch": TorchTrain(objective=PartsObjective(kind="m2po", correction={"second_moment": 30})),
@@ -244,9 +244,9 @@ def test_all_learner_ranks_pack_the_same_sequences(folder: Path) -> None:
     """The first rank tests if prompts can be shared, and sends the result; or ranks would skip or repeat rows."""
     start = LearnerStart(folder, trained=True, versions=10)
     made = MultiRankLearner(TorchTrain(ranks=2), start)
-    alone = TorchLearner.create(TorchTrain(share_prompts=False), start)
-    assert made._own.width is not None
-    made._own.width = None
+    alone = TorchLearner.create(TorchTrain(share_prefixes="none"), start)
+    assert made._own.sharing is not None
+    made._own.sharing = None
     for version in range(2):
         told, expected = (one.step(batch(version), version) for one in (made, alone))
         assert {name: told[name] for name in expected} == pytest.approx(expected, abs=NEAR, rel=1e-4)

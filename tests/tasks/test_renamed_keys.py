@@ -54,9 +54,11 @@ RENAMED: list[tuple[str, str, Sequence[Any]]] = [
     ("reward.format.price", "reward.format.penalty", [0.5, 1]),
     ("train.learner", "train.kind", ["torch"]),
     ("train.spread", "train.multi_node", [False]),
+    ("train.share_prompts", "train.share_prefixes", ["prompts", "none", "all"]),
 ]
 # Key, earlier value, value of today.
 VALUES = [("train.not_finite", "next", "skip"), ("rollout.routing", "group", "prefix")]
+SHARING = {True: "prompts", False: "none"}  # earlier and present values of `train.share_prefixes`
 # Keys of a hardware file: earlier, today's, a value.
 HARDWARE_RENAMED = [
     ("engines.slots", "engines.max_concurrent_requests", 3),
@@ -126,10 +128,19 @@ def test_table_of_renamed_keys_names_existing_keys() -> None:
     assert table == {old: new for old, new, _ in RENAMED}
     assert set(table.values()) <= today
     assert not table.keys() & today
-    assert RECIPE.values == {key: {old: new} for key, old, new in VALUES}
+    assert RECIPE.values == {key: {old: new} for key, old, new in VALUES} | {"train.share_prefixes": SHARING}
     assert RECIPE.removed == {"rollout.mode"}
     assert not RECIPE.removed & today
     assert HARDWARE.keys.keys() == {old for old, _, _ in HARDWARE_RENAMED}
+
+
+@pytest.mark.parametrize(("old", "new"), SHARING.items())
+def test_recorded_share_prompts_keeps_its_effect(old: bool, new: str) -> None:
+    """A replay that shared other tokens than the run would give other bits."""
+    assert parse_recorded({"train": {"share_prompts": old}}).train.share_prefixes == new
+    assert parse_recorded({"train": {"share_prompts": "all"}}).train.share_prefixes == "all"  # of a change of the run
+    with pytest.raises(ConfigError, match=rf"share_prefixes = {old}: the value was renamed to .{new}.; write that"):
+        parse_config({"train": {"share_prefixes": old}})
 
 
 @pytest.mark.parametrize(("old", "new", "values"), RENAMED)

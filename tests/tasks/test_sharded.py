@@ -31,7 +31,7 @@ from tests.tasks.test_ranks import one_with_signal
 NEAR = 1e-5
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "GRPO": {},
-    "GRPO, several passes": {"share_prompts": False, "micro_tokens": 16},
+    "GRPO, several passes": {"share_prefixes": "none", "micro_tokens": 16},
     "decoupled PPO": {
         "minibatches": 2,
         "objective": PartsObjective(kind="decoupled-ppo"),

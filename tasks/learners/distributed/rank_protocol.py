@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol, TypeAlias
 
 from rollflow.storage.objects.base import ObjectStore
+from rollflow.tasks.objectives.prefixes.lines import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,13 @@ class LoadState:
     """A command to load weights and state. `weights` and `state` map the name of each file to its size in bytes; the
     contents follow the command.
 
-    `width` is the hidden size of the model's layers, or None if responses cannot share a prompt. All ranks use the same
-    `width`, because every rank must pack the batch into the same sequences.
+    `sharing` says how rows share tokens, or is None if they share none. All ranks use the first rank's `sharing`,
+    because every rank must pack the batch into the same lines (packed sequences).
     """
 
     weights: Mapping[str, int]
     state: Mapping[str, int]
-    width: int | None
+    sharing: Sharing | None
 
 
 @dataclass(frozen=True, slots=True)

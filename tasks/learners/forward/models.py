@@ -20,13 +20,15 @@ from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.distributed.ranks import Ranks
 from rollflow.tasks.learners.forward.activation_checkpointing import recompute_layers
 from rollflow.tasks.learners.forward.critic import Critic
-from rollflow.tasks.learners.forward.shared_prompts import shared_width
+from rollflow.tasks.learners.forward.path_attention import use_path_attention
+from rollflow.tasks.learners.forward.sharing import find_sharing
 from rollflow.tasks.learners.forward.token_logprobs import Pass, TokenLogprobs
 from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.penalties import adapt_weight
+from rollflow.tasks.objectives.prefixes.lines import Sharing
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.device import find_device, send
 
@@ -62,6 +64,8 @@ class TrainedModels:
         torch.manual_seed(seed)
         self.device = find_device()
         self.model = model.to(self.device).eval()  # eval mode turns dropout off, but gradients are still computed
+        if config.share_prefixes == "all":
+            use_path_attention(self.model)  # before the model is copied for other roles
         self.dtype: torch.dtype = model.dtype  # data type of the model's weights
         self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
         self.config = config
@@ -72,10 +76,10 @@ class TrainedModels:
         self.longest = longest
         self.shard_bytes = shard_bytes
         self.policy = _trained_policy(self.model, config, first)
-        self.width: int | None = None
+        self.sharing: Sharing | None = None  # how rows share tokens; None if they share none
         self.blank = blank
         if not blank:
-            self.width = self._shared_width()
+            self.sharing = find_sharing(self.model, self.token_logprobs, config)
         self._add_roles()
 
     def try_model(self) -> None:
@@ -86,10 +90,7 @@ class TrainedModels:
             ConfigError: the model cannot be trained.
         """
         TokenLogprobs(self.model)
-        self.width, self.blank = self._shared_width(), False
-
-    def _shared_width(self) -> int | None:
-        return shared_width(self.model, self.token_logprobs) if self.config.share_prompts else None
+        self.sharing, self.blank = find_sharing(self.model, self.token_logprobs, self.config), False
 
     def _add_roles(self) -> None:
         """Add the reference policy and the critic, if the objective needs them."""
@@ -148,7 +149,7 @@ class TrainedModels:
     def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield this rank's share of the rows `rows` as micro-batches."""
         own = partial(self.ranks.select_own, length=attrgetter("length"))
-        for micro in micro_batches(data, rows, self.config.micro_tokens, self.width, own):
+        for micro in micro_batches(data, rows, self.config.micro_tokens, self.sharing, own):
             self.ranks.check()
             yield micro
 
@@ -172,8 +173,13 @@ class TrainedModels:
         return self._token_logprobs(micro, self.reference.token_logprobs)
 
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
-        """Return the log-probs of a model at the sampling temperature. The output head runs only at positions that
-        predict a token with loss mask 1."""
-        row, place = (send(index, self.device) for index in micro.where)
-        inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
-        return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]
+        """Return a model's log-probs at the sampling temperature. The model's output head runs only at the positions
+        that predict a token with loss mask 1."""
+        distinct = micro.find_distinct(slice(None))
+        given = (*micro.where, micro.targets)
+        if distinct is not None:  # tokens that several rows share need only one log-prob
+            given = tuple(one[distinct[0]] for one in given)
+        row, place, targets = (send(one, self.device) for one in given)
+        inputs = micro.inputs(self.device, self.dtype)
+        found = of(inputs, (row, place), targets, temperature=self.temperature)[0]
+        return found if distinct is None else found[send(distinct[1], self.device)]

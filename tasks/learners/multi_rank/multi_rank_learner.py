@@ -224,7 +224,7 @@ class MultiRankLearner:
     def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """Make the other ranks load the weight files `weights` and the state files `state`."""
         sizes, rest = ({name: _count_bytes(data) for name, data in part.items()} for part in (weights, state))
-        self._others.order(LoadState(sizes, rest, self._own.width))
+        self._others.order(LoadState(sizes, rest, self._own.sharing))
         for data in chain(weights.values(), state.values()):
             broadcast_data(self._ranks, data)
 

@@ -200,7 +200,7 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
                 ((name, receive_data(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
             )
             learner.take(weights, state)  # load each file as soon as it arrives
-            learner.width, learner.blank = order.width, False
+            learner.sharing, learner.blank = order.sharing, False
         case TrainStep():
             with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises and reports the same error
                 batch = TrajectoryBatch.from_bytes(bytes(receive_data(ranks, order.size)))
