@@ -176,7 +176,7 @@ class TrainedModels:
         """Return a model's log-probs at the sampling temperature. The model's output head runs only at the positions
         that predict a token with loss mask 1."""
         distinct = micro.find_distinct(slice(None))
-        given = (*micro.where, micro.targets)
+        given: tuple[Tensor, ...] = (*micro.where, micro.targets)
         if distinct is not None:  # tokens that several rows share need only one log-prob
             given = tuple(one[distinct[0]] for one in given)
         row, place, targets = (send(one, self.device) for one in given)

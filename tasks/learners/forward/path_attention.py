@@ -70,7 +70,8 @@ def attend_by_path(
         raise ValueError(f"attention along paths does not support {sorted(unknown) or 'dropout'}")
     wide, narrow = query.shape[-1], value.shape[-1]
     scale = wide**-0.5 if scaling is None else scaling
-    out = _PathAttention.apply(query, key, pad(value, (0, wide - narrow)), prefix_blocks, scale)  # type: ignore[no-untyped-call]
+    value = value if wide == narrow else pad(value, (0, wide - narrow))
+    out = _PathAttention.apply(query, key, value, prefix_blocks, scale)  # type: ignore[no-untyped-call]
     return out[..., :narrow].transpose(1, 2).contiguous(), None
 
 
@@ -83,18 +84,18 @@ class _PathAttention(torch.autograd.Function):
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         total: Tensor | None = None
         for span in blocks.causal:
-            part = _flash(_at(query, span), _at(keys, span), _at(values, span), scale, causal=True)
+            part = _flash(_at(query, span), _at(keys, span), _at(values, span), scale=scale, causal=True)
             total = _new_total(out, part[1]) if total is None else total
             _at(out, span).copy_(part[0])
             _at(total, span).copy_(part[1])
         for trees in blocks.padded:
-            part = _flash(*(_gather(given, trees) for given in (query, keys, values)), scale, mask=trees.mask)
+            part = _flash(*(_gather(given, trees) for given in (query, keys, values)), scale=scale, mask=trees.mask)
             total = _new_total(out, part[1]) if total is None else total
             for into, found in zip((out, total), part, strict=True):
                 _scatter(into, found, trees)
         assert total is not None
         for span, seen in blocks.paths:
-            found, sums = _flash(_at(query, span), _at(keys, seen), _at(values, seen), scale)
+            found, sums = _flash(_at(query, span), _at(keys, seen), _at(values, seen), scale=scale)
             before = _at(total, span)
             _at(out, span).lerp_(found, torch.sigmoid(sums - before).unsqueeze(-1).to(found.dtype))
             before.copy_(torch.logaddexp(before, sums))
@@ -111,25 +112,26 @@ class _PathAttention(torch.autograd.Function):
         into = [torch.empty_like(out) for _ in range(3)]
         given, scale = (grad, query, keys, values, out, total), ctx.scale
         for span in ctx.blocks.causal:
-            parts = _flash_backward(*(_at(one, span) for one in given), scale, causal=True)
+            parts = _flash_backward(*(_at(one, span) for one in given), scale=scale, causal=True)
             for one, part in zip(into, parts, strict=True):
                 _at(one, span).copy_(part)
         for trees in ctx.blocks.padded:
-            *gathered, sums = (_gather(one, trees) for one in given)
+            gathered = [_gather(one, trees) for one in given]
             # Padding has no weight in any gradient: exp(score - infinity) is zero.
-            parts = _flash_backward(*gathered, _mask_padding(sums, trees), scale, mask=trees.mask)
+            gathered[-1] = _mask_padding(gathered[-1], trees)
+            parts = _flash_backward(*gathered, scale=scale, mask=trees.mask)
             for one, part in zip(into, parts, strict=True):
                 _scatter(one, part, trees)
         for span, seen in ctx.blocks.paths:
             places = span, span, seen, seen, span, span
-            parts = _flash_backward(*(_at(one, place) for one, place in zip(given, places, strict=True)), scale)
+            parts = _flash_backward(*(_at(one, place) for one, place in zip(given, places, strict=True)), scale=scale)
             for one, place, part in zip(into, (span, seen, seen), parts, strict=True):
                 _at(one, place).add_(part)
         return into[0], _narrow(into[1], key.shape[1]), _narrow(into[2], key.shape[1]), None, None
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of a block, and for each query the log-sum-exp of its scores."""
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -145,8 +147,8 @@ def _flash_backward(
     value: Tensor,
     out: Tensor,
     total: Tensor,
-    scale: float,
     *,
+    scale: float,
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
