@@ -172,7 +172,7 @@ def _new_total(out: Tensor, sums: Tensor) -> Tensor:
 def _gather(given: Tensor, trees: PaddedTrees) -> Tensor:
     """Return the tokens of small trees: (1, h, N, ...) becomes (trees, h, tokens of a tree, ...)."""
     found = given.transpose(1, 2)[0].index_select(0, trees.places_N)
-    return found.unflatten(0, (trees.count, -1)).transpose(1, 2)
+    return found.reshape(trees.count, -1, *found.shape[1:]).transpose(1, 2)
 
 
 def _scatter(into: Tensor, found: Tensor, trees: PaddedTrees) -> None:
@@ -186,7 +186,7 @@ def _mask_padding(sums: Tensor, trees: PaddedTrees) -> Tensor:
     flat = sums.transpose(1, 2).flatten(0, 1)
     found = torch.full_like(flat, torch.inf)
     found[trees.kept] = flat[trees.kept]
-    return found.unflatten(0, (trees.count, -1)).transpose(1, 2)
+    return found.reshape(trees.count, -1, *found.shape[1:]).transpose(1, 2)
 
 
 def _widen(given: Tensor, heads: int) -> Tensor:
@@ -197,4 +197,4 @@ def _widen(given: Tensor, heads: int) -> Tensor:
 
 def _narrow(grad: Tensor, heads: int) -> Tensor:
     """Add up the gradients of repeated heads; the reverse of `_widen`."""
-    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+    return grad if grad.shape[1] == heads else grad.reshape(1, heads, -1, *grad.shape[2:]).sum(2)
