@@ -89,7 +89,7 @@ class Actor:
         ended = [] if self.hangs else asked
         reported = self.columns(asked if self.hangs else asked[::2], self.reported or self.tokens // 2)
         endings = bytes([ENDINGS.index(StopReason.STOP)]) * len(ended)
-        told: Collected = ((self.columns(ended, self.tokens), endings, [0] * len(ended)), [], reported)
+        told: Collected = ((self.columns(ended, self.tokens), endings, [0] * len(ended), {}), [], reported)
         return pickle.dumps(told, 5)
 
     @staticmethod

@@ -132,8 +132,8 @@ def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome
 
 def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures that MLflow shows as the results of a run, from the run's summary. Figures with the prefix
-    `idle_` are shares of a stage's time, `waste` is the share of tokens that were discarded, and `cpu_hours` are CPU
-    hours.
+    `idle_` are shares of a stage's time, figures with the prefix `speculation_` count the drafts of speculative
+    decoding, `waste` is the share of tokens that were discarded, and `cpu_hours` are CPU hours.
     """
     accuracy = summary["accuracy"]
     lost, used = summary["discarded_tokens"], summary["tokens"]
@@ -151,6 +151,7 @@ def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
         "cpu_hours": sum(summary["cpu_seconds"].values()) / 3600,
         "audit_clean": summary["audit"] == "clean",
         **{f"idle_{stage}": share for stage, share in summary["idle"].items()},
+        **{f"speculation_{name}": value for name, value in summary.get("speculation", {}).items()},
     }
     return {name: float(value) for name, value in found.items() if value is not None}
 

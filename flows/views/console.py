@@ -381,6 +381,10 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         rows.append(("cpu", Text(cpu_line(summary["cpu_seconds"]))))
     if summary.get("prefix_cache_hits", 0) >= WORTH_SAYING:
         rows.append(("prefix cache", Text(f"{summary['prefix_cache_hits']:.0%} of the prompts' tokens")))
+    if drafts := summary.get("speculation"):
+        share = drafts["accepted"] / max(drafts["drafted"], 1)
+        said = f"{drafts['tokens_per_step']:.2f} tokens a step with a draft, {share:.0%} of the drafted tokens accepted"
+        rows.append(("speculation", Text(said)))
     if summary.get("recoveries"):
         rows.append(("recoveries", Text("   ".join(f"{role} {n}" for role, n in summary["recoveries"].items()))))
     if "audit" in summary:

@@ -23,6 +23,7 @@ from rollflow.storage.run_records.sandbox_figures import list_figures, read_sand
 from rollflow.storage.run_records.second_verdicts import read_all_counts
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
+from rollflow.tasks.engines.base import DraftCounts
 from rollflow.tasks.prompts.epochs import list_epochs
 from rollflow.tasks.rollout.evaluation import DomainResult, Evaluation, read_evaluations, read_skipped
 from rollflow.tasks.run.context import RunContext
@@ -157,7 +158,15 @@ def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any
         "waited_at_the_bound": round(rollout.waited, 3),
         "dropped_tokens": round(rollout.dropped, 3),
         "prefix_cache_hits": round(rollout.prefix_hits, 3),
+        **_describe_drafts(rollout.drafts),
     }
+
+
+def _describe_drafts(drafts: DraftCounts) -> dict[str, Any]:
+    """Return the figures of speculative decoding, or {} if no draft was verified."""
+    if not drafts.verified:
+        return {}
+    return {"speculation": {**asdict(drafts), "tokens_per_step": round(drafts.length, 3)}}
 
 
 def read_summary(context: RunContext) -> dict[str, Any]:

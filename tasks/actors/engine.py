@@ -116,6 +116,7 @@ class EngineActor:
             generation = await self._engine.generate(request)
             tokens = len(generation.made) - len(request.prefix)
             self._meter.count_prefill(request.prompt.length + len(request.prefix), generation.cached)
+            self._meter.count_drafts(generation.drafts)
             self._finished.append(generation)
             del self._have[request.id]
         except Exception as error:  # noqa: BLE001 - the error of a request is raised at its caller

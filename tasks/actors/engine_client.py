@@ -131,8 +131,7 @@ class RayEngine:
         self._outbox[number] = replace(request, id=number)
         self._calls[request.id] = self._waiting[number] = call = PendingCall(number, loop.create_future())
         try:
-            made = await call.answer
-            return Generation(request.id, made.made, made.ending, made.cached)
+            return replace(await call.answer, id=request.id)
         except asyncio.CancelledError:
             self._drop_cancelled(call)
             raise

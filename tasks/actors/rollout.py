@@ -37,7 +37,7 @@ from rollflow.tasks.actors.run_engines import EVALUATION, engine_name
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.actors.store_feed import NEWS_SECONDS, StoreFeed
 from rollflow.tasks.engines.base import Engine
-from rollflow.tasks.engines.meter import EngineStats
+from rollflow.tasks.engines.meter import EngineStats, measure_prefix_hits, sum_drafts
 from rollflow.tasks.environments.use_counts import UsedEnvironments
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
@@ -290,7 +290,8 @@ class RolloutActor:
             unscored=self.scheduler.scoring.waiting,
             backlogged=counts.backlogged.seconds / lasted,
             dropped=counts.dropped_tokens / max(counts.tokens, 1),
-            prefix_hits=self._measure_prefix_hits(),
+            prefix_hits=measure_prefix_hits(self._stats.values()),
+            drafts=sum_drafts(self._stats.values()),
             restarted=self.proxy.restarted,
             update_seconds=self.proxy.update_seconds,
             failed=self._find_failed(),
@@ -393,8 +394,3 @@ class RolloutActor:
         return max(
             0.0, 1.0 - sum(s.busy_seconds for s in self._stats.values()) / (lasted * self.config.engine.replicas)
         )
-
-    def _measure_prefix_hits(self) -> float:
-        """Compute the share of the prompt tokens that the engines found in their prefix caches."""
-        asked = sum(stats.prompt_tokens for stats in self._stats.values())
-        return sum(stats.cached for stats in self._stats.values()) / max(asked, 1)

@@ -7,6 +7,9 @@ from typing import Any
 
 import ray
 
+from rollflow.storage.log.run_log import Log
+from rollflow.storage.recent_responses import RecentResponses
+from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.early_imports import Kind, imports_vllm
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.gauges import collects_metrics
@@ -15,6 +18,8 @@ from rollflow.tasks.actors.placement import actor_options, engine_cpus
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
+from rollflow.tasks.engines.past_responses import KEPT_TOKENS
+from rollflow.tasks.engines.speculation import drafts_from_past
 from rollflow.tasks.run.context import RunContext
 
 EVALUATION = -1  # number of the engine that runs only evaluations
@@ -37,7 +42,11 @@ def build_run_engine(context: RunContext, engine: EngineConfig) -> Engine:
     """Create an inference engine of the run on this node, without starting the engine."""
     dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
     told_as = context.run_id if collects_metrics() else ""
-    return build_engine(engine, context.policy_folder, dtype=dtype, seeded=seeded, told_as=told_as)
+    read_past = None
+    if drafts_from_past(engine):  # a thread of the engine reads this log, so it is not the log of `context`
+        read_past = RecentResponses(TrajectoryStore(Log(context.store)), KEPT_TOKENS).read
+    folder = context.policy_folder
+    return build_engine(engine, folder, dtype=dtype, seeded=seeded, told_as=told_as, read_past=read_past)
 
 
 def engine_name(number: int) -> str:

@@ -17,6 +17,7 @@ from typing import ClassVar
 from rollflow.storage.run_records.environment_figures import EnvironmentUse
 from rollflow.storage.run_records.sandbox_figures import SandboxUse
 from rollflow.storage.run_records.usage import CpuCost
+from rollflow.tasks.engines.base import NO_DRAFTS, DraftCounts
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 WORTH_SAYING = 0.02  # smallest share of time or tokens (0 to 1) that a status line reports
@@ -80,8 +81,9 @@ class RolloutStatus(ActorStatus):
     batch waited for one slow group of responses. `unscored` counts the responses that wait for a score. `backlogged` is
     the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
     generated tokens in groups of responses that were discarded as too slow or not needed. `prefix_hits` is the share of
-    prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the reason
-    for its failure. `environments` has the counters of environments with worker processes.
+    prompt tokens that engines found in their prefix cache. `drafts` counts the drafts of speculative decoding. `failed`
+    maps the number of each failed engine to the reason for its failure. `environments` has the counters of
+    environments with worker processes.
     """
 
     version: int = -1
@@ -100,6 +102,7 @@ class RolloutStatus(ActorStatus):
     backlogged: float = 0.0
     dropped: float = 0.0
     prefix_hits: float = 0.0
+    drafts: DraftCounts = NO_DRAFTS
     restarted: int = 0
     update_seconds: float = 0.0
     failed: Mapping[int, str] = field(default_factory=dict)
@@ -126,6 +129,7 @@ class RolloutStatus(ActorStatus):
             "unscored": self.unscored,
             "dropped": self.dropped,
             "prefix_hits": self.prefix_hits,
+            "drafts": self.drafts,
             "restarted": self.restarted,
             "update_seconds": self.update_seconds,
             "failed": self.failed,
@@ -148,7 +152,8 @@ class RolloutStatus(ActorStatus):
         slow = f", drops {self.dropped:.0%} of its tokens as too slow" if self.dropped > WORTH_SAYING else ""
         held = f", held back by alpha {self.held:.0%}" if self.held > WORTH_SAYING else ""
         behind = f", held back by rewards {self.backlogged:.0%}" if self.backlogged > WORTH_SAYING else ""
-        return f"version {self.version}, {self.trajectories} trajectories{lost}{slow}{held}{behind}"
+        drafts = f", {self.drafts.length:.1f} tokens a step with a draft" if self.drafts.verified else ""
+        return f"version {self.version}, {self.trajectories} trajectories{lost}{slow}{held}{behind}{drafts}"
 
 
 @dataclass(frozen=True, slots=True)

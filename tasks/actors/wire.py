@@ -15,7 +15,7 @@ from typing import TypeAlias
 from rollflow.storage.model_input import ForeignPart, ModelInput, PlacedPart
 from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
-from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
+from rollflow.tasks.engines.base import NO_DRAFTS, DraftCounts, Generation, GenerationRequest, TokenSpan
 
 ENDINGS = tuple(StopReason)
 
@@ -31,8 +31,9 @@ Turns: TypeAlias = dict[str, tuple[str, int]]
 PackedRequests: TypeAlias = tuple[
     list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts], Turns
 ]
-# columns of finished responses: their tokens, the indices of their stop reasons in `ENDINGS`, cached_N
-PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
+# columns of finished responses: their tokens, the indices of their stop reasons in `ENDINGS`, cached_N; the counts of
+# drafts (verified, drafted, accepted) of responses that had drafts
+PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int], dict[str, tuple[int, int, int]]]
 # result of `EngineActor.collect`: finished responses, failed requests, new tokens of running requests
 Collected: TypeAlias = tuple[PackedGenerations, list[tuple[str, Exception]], PackedPartials]
 
@@ -85,13 +86,21 @@ def pack_generations(generations: Sequence[Generation]) -> PackedGenerations:
         _pack([generation.id for generation in generations], [generation.made for generation in generations]),
         bytes([ENDINGS.index(generation.ending) for generation in generations]),
         [generation.cached for generation in generations],
+        {generation.id: _pack_drafts(generation.drafts) for generation in generations if generation.drafts.verified},
     )
 
 
 def unpack_generations(packed: PackedGenerations) -> list[Generation]:
-    partials, endings_N, cached_N = packed
+    partials, endings_N, cached_N, drafts = packed
     endings = [ENDINGS[index] for index in endings_N]
-    return list(starmap(Generation, zip(partials[0], _unpack_columns(partials), endings, cached_N, strict=True)))
+    drafts_N = [DraftCounts(*drafts[id]) if id in drafts else NO_DRAFTS for id in partials[0]]
+    return list(
+        starmap(Generation, zip(partials[0], _unpack_columns(partials), endings, cached_N, drafts_N, strict=True))
+    )
+
+
+def _pack_drafts(counts: DraftCounts) -> tuple[int, int, int]:
+    return counts.verified, counts.drafted, counts.accepted
 
 
 def _pack(ids: list[str], partials: Sequence[TokenSpan]) -> PackedPartials:

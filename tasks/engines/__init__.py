@@ -10,6 +10,7 @@ from typing import Literal
 
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
+from rollflow.tasks.engines.speculation import ReadPast
 
 
 def build_engine(
@@ -19,6 +20,7 @@ def build_engine(
     dtype: Literal["float32", "bfloat16"] = "float32",
     seeded: bool = False,
     told_as: str = "",
+    read_past: ReadPast | None = None,
 ) -> Engine:
     """Build the inference engine that `config` describes, without starting the engine.
 
@@ -26,7 +28,8 @@ def build_engine(
         policy_folder: this folder contains the policy's `config.json`. The engine's first update loads the weights.
             The folder may be None for a timed engine, which then decodes each token as one Unicode code point. seeded:
         the engine must use the seed of each request, even if that costs speed. told_as: the name under which vLLM
-        reports its metrics to Ray; if it is "", vLLM reports no metrics.
+        reports its metrics to Ray; if it is "", vLLM reports no metrics. read_past: returns new past responses, from
+        which a vLLM engine with `speculation = "suffix"` drafts tokens.
     """
     match config:
         case TimedEngineConfig():
@@ -36,7 +39,8 @@ def build_engine(
         case VllmEngineConfig():
             from rollflow.tasks.engines.vllm import VllmEngine
 
-            return VllmEngine(config, _require_folder(policy_folder), dtype=dtype, seeded=seeded, told_as=told_as)
+            folder = _require_folder(policy_folder)
+            return VllmEngine(config, folder, dtype=dtype, seeded=seeded, told_as=told_as, read_past=read_past)
         case TransformersEngineConfig():
             from rollflow.tasks.engines.transformers import TransformersEngine
 

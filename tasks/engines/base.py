@@ -99,16 +99,41 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of speculative decoding: steps that verified a draft, drafted tokens, and accepted drafted tokens.
+
+    A step that verifies a draft samples the accepted tokens and one more.
+    """
+
+    verified: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.verified + other.verified, self.drafted + other.drafted, self.accepted + other.accepted)
+
+    @property
+    def length(self) -> float:
+        """The mean number of tokens that a step with a draft sampled."""
+        return 1 + self.accepted / max(self.verified, 1)
+
+
+NO_DRAFTS = DraftCounts()
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """The response to a generation request: tokens, their log-probs when sampled (nats), and their policy versions.
 
-    `cached` is the number of prompt and prefix tokens that came from the engine's prefix cache.
+    `cached` is the number of prompt and prefix tokens that came from the engine's prefix cache. `drafts` counts the
+    drafts of a response that was not aborted and did not end at a stop string.
     """
 
     id: str
     made: TokenSpan
     ending: StopReason
     cached: int = 0
+    drafts: DraftCounts = NO_DRAFTS
 
     @property
     def tokens(self) -> Int32s:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollflow.tasks.runtime.sections import Section, refuse
 
@@ -63,6 +63,25 @@ class VllmEngineConfig(EngineBase):
         1, gt=0, description="number of GPUs over which the weights of each engine are split (tensor parallelism)"
     )
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
+    speculation: Literal["none", "ngram", "suffix", "mtp"] = Field(
+        "none",
+        description="source of drafted tokens, which vLLM verifies several at a time (speculative decoding). "
+        "suffix: past responses to the same prompt; ngram: repetitions in prompt and response; mtp: heads of the "
+        "policy, which no learner trains yet, so it is rejected",
+    )
+    draft_tokens: int = Field(
+        8, ge=1, le=64, description="largest number of tokens that an engine drafts for a response in one step"
+    )
+
+    @model_validator(mode="after")
+    def _check_speculation(self) -> Self:
+        if self.speculation == "mtp":
+            cure = (
+                "no learner trains or publishes heads that predict several tokens, so an engine would draft with "
+                'random heads; choose "suffix" or "ngram"'
+            )
+            refuse("engine.speculation", self.speculation, cure)
+        return self
 
 
 # vLLM raises lower temperatures to 0.01 and rejects temperatures above 2.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rollflow.storage.run_records.usage import CpuCost
+from rollflow.tasks.engines.base import NO_DRAFTS, DraftCounts
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 
@@ -17,7 +19,8 @@ class EngineStats:
 
     `busy_seconds` is the time in which the engine was not suspended and at least one request was running.
 
-    `prompt_tokens` is the number of prompt tokens, of which `cached` came from the prefix cache.
+    `prompt_tokens` is the number of prompt tokens, of which `cached` came from the prefix cache. `drafts` counts the
+    drafts of speculative decoding.
     """
 
     running: int
@@ -27,6 +30,17 @@ class EngineStats:
     cached: int = 0
     costs: tuple[CpuCost, ...] = ()  # CPU time that the engine's actor and its child processes have used
     warned: tuple[ActorWarning, ...] = ()  # newest warnings of the engine's actor
+    drafts: DraftCounts = NO_DRAFTS
+
+
+def measure_prefix_hits(stats: Collection[EngineStats]) -> float:
+    """Return the share of the prompt tokens that the engines found in their prefix caches."""
+    return sum(one.cached for one in stats) / max(sum(one.prompt_tokens for one in stats), 1)
+
+
+def sum_drafts(stats: Collection[EngineStats]) -> DraftCounts:
+    """Add up the drafts of several engines."""
+    return sum((one.drafts for one in stats), NO_DRAFTS)
 
 
 class EngineMeter:
@@ -35,6 +49,7 @@ class EngineMeter:
     def __init__(self) -> None:
         self._running = 0
         self._tokens = self._prompt_tokens = self._cached = 0
+        self._drafts = NO_DRAFTS
         self._busy = 0.0
         self._suspended = False
         self._since = time.monotonic()
@@ -53,6 +68,12 @@ class EngineMeter:
         self._prompt_tokens += prompt_tokens
         self._cached += cached
 
+    def count_drafts(self, drafts: DraftCounts) -> None:
+        """Count the drafts of a generation request that ended."""
+        self._drafts += drafts
+
     def read(self) -> EngineStats:
         self.change()
-        return EngineStats(self._running, self._tokens, self._busy, self._prompt_tokens, self._cached)
+        return EngineStats(
+            self._running, self._tokens, self._busy, self._prompt_tokens, self._cached, drafts=self._drafts
+        )

@@ -31,6 +31,7 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
+from rollflow.tasks.engines.speculation import PastFeed, PastResponse, ReadPast, build_speculation
 from rollflow.tasks.engines.stop_strings import watch_stops
 from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
@@ -47,6 +48,7 @@ CALL_SECONDS = 50.0  # deadline, in seconds, of `suspend`, `resume` and `abort`,
 UPDATE_SECONDS = 120.0
 DEATH_SECONDS = 0.2  # seconds between two checks that vLLM's process is alive, while a call waits for an answer
 WORKER = "rollflow.tasks.engines.vllm_worker"
+REMEMBERED_AT_ONCE = 4096  # largest number of past responses in one message to vLLM's process
 # The named module is imported in the process from which vLLM's core processes are forked.
 CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"
 
@@ -64,6 +66,7 @@ class VllmEngine:
         compile: bool | None = None,
         repair_tied_head: bool = True,
         told_as: str = "",
+        read_past: ReadPast | None = None,
     ) -> None:
         """Create a vLLM engine; `start` starts vLLM's processes.
 
@@ -74,6 +77,8 @@ class VllmEngine:
                 passes False to show that comparing log-probs detects a stale output head.
             told_as: this is the `model_name` in vLLM's own metrics, which Ray collects. If `told_as` is "", vLLM
                 reports no metrics.
+            read_past: this function returns past responses that it has not returned before, for
+                `engine.speculation = "suffix"`. The engine calls it in a thread, at its start and at weight updates.
         """
         self._config = config
         self._folder = policy_folder
@@ -82,6 +87,7 @@ class VllmEngine:
         self._compile = compile
         self._repair_tied_head = repair_tied_head
         self._told_as = told_as
+        self._past = PastFeed(read_past if config.speculation == "suffix" else None, self.remember)
         self._stop_ids = tuple(stop_tokens(policy_folder))
         self._version = -1
         self._suspended = False
@@ -98,11 +104,12 @@ class VllmEngine:
         from torch.cuda import is_available
 
         check_head_size(self._folder, str(self._folder), is_available)
-        with _environment(self._config.threads):
+        with _environment(self._config.threads, speculates=self._config.speculation != "none"):
             async with asyncio.timeout(START_SECONDS):
                 self._llm = await asyncio.to_thread(self._build_llm)
             self._responses = _create_responses(self._llm, self._stop_ids)
             await self._call_workers("prepare_policy_worker")
+        self._past.refresh()
         spare_collector()  # without this call, a full garbage collection would spend 0.4 s on vLLM's modules
 
     def _build_llm(self) -> Any:
@@ -143,6 +150,7 @@ class VllmEngine:
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
             "distributed_executor_backend": f"{WORKER}.{executor}",
             "additional_config": {"rollflow_owner": os.getpid()},
+            **build_speculation(config),
         }
 
     def _cpu_kv_cache(self) -> int:
@@ -162,6 +170,7 @@ class VllmEngine:
                 self._derive_seed(request),
                 str(self._version),
                 watch_stops(request.stop, self._folder, prefix.tokens),
+                len(prompt) - request.earlier,
             )
             self._running[request.id] = prefix, response
             try:
@@ -173,7 +182,7 @@ class VllmEngine:
             finally:
                 if self._llm is not None and not self._llm.errored:
                     del self._running[request.id]
-        return Generation(request.id, prefix + response.read_span(), ending, response.cached)
+        return Generation(request.id, prefix + response.read_span(), ending, response.cached, response.drafts)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
         """Return the seed for vLLM, which depends on the length of the prefix, so that no random number is used
@@ -218,6 +227,13 @@ class VllmEngine:
         await self._call_workers("load_policy", str(weights), self._repair_tied_head, seconds=UPDATE_SECONDS)
         await self._wait_answer(self._llm.update_weight_version(str(version)))
         self._version = version
+        self._past.refresh()
+
+    async def remember(self, past: Sequence[PastResponse]) -> None:
+        """Keep past responses, oldest first, from which the engine drafts (`engine.speculation = "suffix"`)."""
+        for start in range(0, len(past), REMEMBERED_AT_ONCE):
+            prompts, responses = zip(*past[start : start + REMEMBERED_AT_ONCE], strict=True)
+            await self._call_workers("remember", list(prompts), list(responses))
 
     async def resume(self) -> None:
         self.check()
@@ -240,6 +256,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
+        self._past.close()
         if llm is not None:
             # Waiting callers get the error, because they would otherwise wait forever.
             llm.output_processor.propagate_error(llm.dead_error)
@@ -331,7 +348,7 @@ def _fork_cores() -> None:
 
 
 @contextmanager
-def _environment(threads: int) -> Iterator[None]:
+def _environment(threads: int, *, speculates: bool = False) -> Iterator[None]:
     """Set the environment variables that vLLM's processes read at their start, and restore the variables afterwards."""
     from torch.cuda import is_available
 
@@ -348,6 +365,8 @@ def _environment(threads: int) -> Iterator[None]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
+    if speculates:  # `vllm_drafts` works with the first version of vLLM's model runner
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # By default gloo would listen at the address of the machine's host name, which other machines can reach.
     if loopback := find_interface("127.0.0.1"):
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}

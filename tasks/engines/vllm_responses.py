@@ -23,7 +23,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
-from rollflow.tasks.engines.base import TokenSpan
+from rollflow.tasks.engines.base import NO_DRAFTS, DraftCounts, TokenSpan
 from rollflow.tasks.engines.stop_strings import NO_STOPS, StopWatch
 
 ENDINGS = {
@@ -36,7 +36,7 @@ ENDINGS = {
 class Response:
     """One running response, with its tokens, their log-probs and their policy versions."""
 
-    __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "_watch", "cached", "done", "request")
+    __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "_watch", "cached", "done", "drafts", "request")
 
     def __init__(self, request: EngineCoreRequest, watch: StopWatch = NO_STOPS) -> None:
         """Start an empty response to `request`, a request in vLLM's internal form.
@@ -46,6 +46,7 @@ class Response:
         self.request, self._watch = request, watch
         self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self.cached = 0  # number of prompt tokens that vLLM read from its prefix cache
+        self.drafts = NO_DRAFTS  # counted by vLLM at the end of the response
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[tuple[str, int]] = []  # pairs of a policy version and the index of its first token
@@ -69,6 +70,8 @@ class Response:
             self._logprobs += logprobs
         if output.prefill_stats is not None:
             self.cached = output.prefill_stats.num_cached_tokens or 0
+        if output.spec_decode_metrics is not None:
+            self.drafts = _count_drafts(output.spec_decode_metrics)
 
     def count(self, output: Any, timestamp: float, stats: Any) -> None:
         """Add the tokens of this response to vLLM's statistics (`IterationStats`), as vLLM's front end would do."""
@@ -111,6 +114,12 @@ class Response:
             self.done.set_exception(EngineFailed(f"vLLM ended a response for the unexpected reason {reason}"))
 
 
+def _count_drafts(metrics: Any) -> DraftCounts:
+    """Convert vLLM's `RequestSpecDecodeMetrics`, whose histogram counts steps by their accepted drafted tokens."""
+    accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
+    return DraftCounts(sum(metrics.histogram), metrics.num_draft_tokens, accepted)
+
+
 class Responses(OutputProcessor):  # type: ignore[misc]
     """Output processor that replaces the output processor of vLLM's front end."""
 
@@ -134,10 +143,12 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         seed: int | None,
         salt: str,
         watch: StopWatch = NO_STOPS,
+        opening: int = 0,
     ) -> Response:
         """Create the response to a prompt; the caller must then call `send`.
 
-        Requests with different values of `salt` share no KV cache.
+        Requests with different values of `salt` share no KV cache. `opening` is the number of prompt tokens before the
+        first response of the episode, to which drafts from past responses belong.
 
         Raises:
             ValueError: vLLM rejects the request's prompt.
@@ -151,7 +162,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         if seed is not None:
             params = copy.copy(params)
             params.seed = seed
-        id = f"rollflow-{next(self._numbers)}"
+        id = f"rollflow-{next(self._numbers)}:{opening}"  # `vllm_drafts` reads the number
         request = EngineCoreRequest(id, tokens, None, params, None, time.time(), None, salt, None)
         self._running[id] = response = Response(request, watch)
         return response

@@ -77,8 +77,20 @@ class PolicyWorker:
     sample_tokens: Any
 
     def prepare_policy_worker(self) -> None:
-        """Disable the computation of the sampled token's rank, once, after the start of the engine."""
+        """Disable the computation of the sampled token's rank, and prepare speculative decoding if it is configured.
+
+        The engine calls `prepare_policy_worker` once, after its start.
+        """
         sampler.batched_count_greater_than = _skip_ranks
+        if getattr(self.model_runner, "speculative_config", None) is not None:
+            from rollflow.tasks.engines.vllm_drafts import prepare_speculation
+
+            prepare_speculation(self.model_runner)
+
+    def remember(self, prompts: list[bytes], responses: list[bytes]) -> None:
+        """Keep past responses to prompts, oldest first, from which speculative decoding drafts tokens."""
+        for prompt, response in zip(prompts, responses, strict=True):
+            self.model_runner.drafter.past.add(prompt, response)
 
     def load_policy(self, folder: str, repair_tied_head: bool) -> None:
         """Load the weights in `folder` into vLLM's model, and compute everything again that is derived from weights."""

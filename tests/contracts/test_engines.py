@@ -11,16 +11,19 @@ import pytest
 import pytest_asyncio
 import ray
 
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.testing.engines import EngineCase, EngineContract, open_case
 from tests.support.cores import core
 from tests.support.here import Here
 from tests.support.tiny_policy import (
     EOS,
+    greedy_rows,
     greedy_tokens,
     letter,
     make_letters,
@@ -39,8 +42,11 @@ CONFIGS: dict[str, EngineConfig] = {
     "transformers": TransformersEngineConfig(),
     "ray-transformers": TransformersEngineConfig(),
     "vllm": VllmEngineConfig(),
+    "vllm-ngram": VllmEngineConfig(speculation="ngram"),
+    "vllm-suffix": VllmEngineConfig(speculation="suffix"),
 }
-KINDS = ["timed", "transformers", "ray-timed", pytest.param("ray-transformers", marks=pytest.mark.soak), "vllm"]
+SOAKED = [pytest.param("ray-transformers", marks=pytest.mark.soak)]
+KINDS = ["timed", "transformers", "ray-timed", *SOAKED, "vllm", "vllm-ngram", "vllm-suffix"]
 LONG = 200
 
 
@@ -102,6 +108,8 @@ KILLERS: dict[str, Callable[[Engine], Awaitable[None]]] = {
     "ray-timed": kill_actor,
     "ray-transformers": kill_actor,
     "vllm": kill_engine_core,
+    "vllm-ngram": kill_engine_core,
+    "vllm-suffix": kill_engine_core,
 }
 
 
@@ -126,4 +134,15 @@ class TestEngines(EngineContract):
             hang_seconds=HANG_SECONDS,
         )
         async with open_case(case):
+            if kind == "vllm-suffix":
+                await remember_probable_answers(engine, policy)
             yield case
+
+
+async def remember_probable_answers(engine: Engine, policy: TinyPolicy) -> None:
+    """Let an engine draft the most probable response of each version to each prompt of the contract."""
+    assert isinstance(engine, VllmEngine)
+    prompts = [(3 + number, 7, 11) for number in range(50)]
+    for version in (0, 1):
+        rows = zip(prompts, greedy_rows(policy.weights(version), prompts, 40), strict=True)
+        await engine.remember([(Int32s.of(prompt).data, Int32s.of(tokens).data) for prompt, tokens in rows])

@@ -141,11 +141,12 @@ def test_asynchronous_run_on_vllm_passes_the_audit(
 @pytest.mark.xdist_group("vllm")
 def test_vllm_run_with_redundant_prompts_passes_the_audit(tmp_path: Path) -> None:
     """Test extra groups and responses, a filter and tail batching on vLLM, with updates that
-    restart running requests.
+    restart running requests, and with drafts from past responses.
     """
     command = Command(tmp_path, SMALL.format(versions=10, alpha=1, engine="vllm"))
     changes = ["rollout.redundant_groups=8", "rollout.redundant_responses=2", "rollout.tail_batching=true"]
     changes += ["rollout.filter.min_std=0", "engine.on_weight_update=restart", "async_ratio=0", "groups=8"]
+    changes += ["engine.speculation=suffix"]
     command.run("run", str(command.recipe), "--run-id", "choices", *(o for c in changes for o in ("--set", c)))
     report = audit(open_store(str(tmp_path / "store/runs/choices")), deep=True)
     assert report.violations == []
@@ -153,6 +154,9 @@ def test_vllm_run_with_redundant_prompts_passes_the_audit(tmp_path: Path) -> Non
     assert report.fates["discarded: filtered"] > 0
     assert report.fates["discarded: redundant"] > 0
     assert report.surplus_tokens > 0
+    drafts = command.summary("choices")["speculation"]
+    assert isinstance(drafts, dict)
+    assert 0 < drafts["accepted"] <= drafts["drafted"]
 
 
 def check_mlflow(home: Path, run_id: str) -> None:

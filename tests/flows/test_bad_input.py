@@ -46,6 +46,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("versions=many", ["versions = 'many'", "integer"]),
         ("versions=true", ["versions = true", "write a number"]),
         ('rollout.admit_by="kv"', ["rollout.admit_by = 'kv'", "engine.kv_tokens"]),
+        ("engine={kind='transformers', speculation='suffix'}", ["engine.speculation = 'suffix'", "no such key"]),
+        ('engine.speculation="mtp"', ["engine.speculation = 'mtp'", 'choose "suffix" or "ngram"']),
         ("rollout.redundant_groups=false", ["rollout.redundant_groups = false", "write a number"]),
         ("rollout.filter.min_mean=true", ["rollout.filter.min_mean = true", "write a number"]),
         ("train.betas=[true, 0.9]", ["train.betas = [true, 0.9]", "write a number"]),

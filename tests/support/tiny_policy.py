@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -61,6 +63,24 @@ def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]
         for _ in range(count):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def greedy_rows(weights: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Compute the most probable continuations, up to EOS, of prompts of one length."""
+    rows = [list(prompt) for prompt in prompts]
+    for _ in range(count):
+        chances_NV = next_chances(weights, rows, 1.0)
+        rows = [[*row, int(chances_V.argmax())] for row, chances_V in zip(rows, chances_NV, strict=True)]
+    made = [row[len(prompts[0]) :] for row in rows]
+    return [tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens for tokens in made]
+
+
+def next_chances(weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> NDArray[np.float64]:
+    """Compute the probabilities of the next token after each of N rows of one length."""
+    with torch.no_grad():
+        logits_NV = _model(weights, "float32")(torch.tensor([list(row) for row in rows])).logits[:, -1].double()
+    found: NDArray[np.float64] = torch.softmax(logits_NV / temperature, -1).numpy()
+    return found
 
 
 @functools.lru_cache(maxsize=4)

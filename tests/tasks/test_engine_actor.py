@@ -25,7 +25,7 @@ from rollflow.tasks.actors.wire import (
     unpack_partials,
     unpack_requests,
 )
-from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
+from rollflow.tasks.engines.base import DraftCounts, Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
@@ -49,7 +49,7 @@ def test_engine_messages_are_unchanged_after_packing() -> None:
     generations = [
         Generation("a", TokenSpan.of((1, 2), (-0.1, -1e-9), (0, 1)), StopReason.STOP, 3),
         Generation("b", TokenSpan(), StopReason.ABORTED),
-        Generation("c", TokenSpan.of((7,), (-3.5,), (2,)), StopReason.LENGTH),
+        Generation("c", TokenSpan.of((7,), (-3.5,), (2,)), StopReason.LENGTH, drafts=DraftCounts(1, 4, 2)),
     ]
     assert unpack_generations(pack_generations(generations)) == generations
     assert unpack_generations(pack_generations([])) == []

@@ -13,10 +13,12 @@ from rollflow.storage.run_records.environment_figures import EnvironmentUse
 from rollflow.storage.run_records.sandbox_figures import SandboxFigures, SandboxUse
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
+from rollflow.tasks.engines.base import DraftCounts
 
 STATUSES: list[ActorStatus] = [RolloutStatus(), LearnerStatus(), RewardStatus()]
 OF_EACH = pytest.mark.parametrize("status", STATUSES, ids=lambda status: type(status).__name__)
 EXAMPLES: dict[type, Any] = {int: 7, bool: False, float: 0.7, str: "other", LearnerPhase: LearnerPhase.DONE}
+EXAMPLES[DraftCounts] = DraftCounts(4, 12, 6)
 
 
 def another(status: ActorStatus, name: str) -> Any:
@@ -65,6 +67,8 @@ def test_status_line_omits_small_shares() -> None:
     assert busy.line == (
         "version 3, 40 trajectories, 3 discarded, drops 25% of its tokens as too slow, held back by alpha 50%"
     )
+    drafted = replace(quiet, drafts=DraftCounts(verified=4, drafted=12, accepted=6))
+    assert drafted.line == "version 3, 40 trajectories, 2.5 tokens a step with a draft"
     assert RewardStatus(scored=9).line == "9 scored"
     assert RewardStatus(scored=9, timeouts=1).line == "9 scored, 1 timed out"
     assert replace(quiet, unscored=9, backlogged=0.5).line == "version 3, 40 trajectories, held back by rewards 50%"
