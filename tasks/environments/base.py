@@ -219,11 +219,13 @@ class Environment(Protocol):
     """Runs all episodes of a run.
 
     `has_turns` is true if an episode may have several turns. `keeps_deadlines` is true if the environment itself
-    enforces the limits on its computing time.
+    enforces the limits on its computing time. `asks_at_once` is true if each episode begins with `generate()` without
+    arguments.
     """
 
     has_turns: bool = True
     keeps_deadlines: bool = False
+    asks_at_once: bool = False
 
     async def play(self, episode: Episode) -> Score | float | None:
         """Run an episode and return its score as a `Score` or a number, or None for an unwanted episode.

@@ -10,6 +10,7 @@ class SingleTurn(Environment):
     """An environment in which an episode is one prompt and one response."""
 
     has_turns = False
+    asks_at_once = True
 
     async def play(self, episode: Episode) -> Score | None:
         """Generate one response to the prompt, and score the response."""

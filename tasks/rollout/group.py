@@ -36,7 +36,7 @@ from rollflow.storage.records import (
     TrajectoryGroup,
     UnjudgedResponse,
 )
-from rollflow.storage.run_records.finished_turns import TurnKey, hash_parts
+from rollflow.storage.run_records.finished_turns import TurnKey
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.environments.base import Environment, SnapshotRejected, find_removal
@@ -49,7 +49,7 @@ from rollflow.tasks.rollout.peers import GroupPeers
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
 from rollflow.tasks.rollout.resuming.journal import TurnJournal
-from rollflow.tasks.rollout.resuming.recorded_episode import EpisodePlace, RecordedEpisode
+from rollflow.tasks.rollout.resuming.recorded_episode import EpisodePlace, RecordedEpisode, hash_basis
 from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest, make_storable
 
@@ -113,10 +113,11 @@ class GroupRollout:
     _surplus: int = 0  # tokens of the group's responses that are not kept
     _left_out: int = 0  # number of responses of the group that could not be judged
     _later: RequestOptions = field(init=False)  # options of all turns but the first
+    _first: RequestOptions = field(init=False)  # options of first turns
 
     def __post_init__(self) -> None:
         self.unanswered = self.responses
-        self._later = RequestOptions(self.key.prompt, self.key)
+        self._later = self._first = RequestOptions(self.key.prompt, self.key)
 
     @property
     def started_version(self) -> int | None:
@@ -153,21 +154,45 @@ class GroupRollout:
             self._peers = GroupPeers(self.ports.limits.group_size)
         self._given = prompt.input.length
         calls = EpisodeCalls(self._generate_turn, self._close_episode, self._judge)
+        asks_first = self.ports.environment.asks_at_once and self.ports.journal.is_empty
+        begin = self._generate_and_play if asks_first else self._play
+        self._first = self._later._replace(on_start=self._note_start)
         async with asyncio.TaskGroup() as samples:
-            tasks = [samples.create_task(self._sample(prompt, sample, calls)) for sample in range(self.responses)]
+            # a common name takes less memory than the names that asyncio makes
+            tasks = [samples.create_task(begin(prompt, one, calls), name="sample") for one in range(self.responses)]
+        self._first = self._later  # breaks a reference cycle
         trajectories = [one for task in tasks for one in task.result()]
         if self._reason is not None:
             started = self.ports.proxy.version if self._oldest is None else self._oldest
             return Discard(self.key, self._reason, started, self._tokens)
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, tuple(trajectories), surplus_tokens=self._surplus)
 
-    async def _sample(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> Sequence[Trajectory]:
-        """Run one episode until its reward is known; return one trajectory per branch, or nothing if the episode is not
-        kept."""
+    async def _generate_and_play(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> Sequence[Trajectory]:
+        """Generate the first turn of an episode, then run the episode as `_play` does. While the first turn is
+        generated, the episode takes no memory besides its request.
+        """
+        began, first = asyncio.get_running_loop().time(), None
+        while first is None and self._reason is None:
+            try:
+                first = await self.ports.proxy.generate(*self._build_first_request(prompt, sample))
+            except EngineFailed:
+                self._count_failure(sample)
+        return await self._play(prompt, sample, calls._replace(ask=functools.partial(_return_turn, first)), began)
+
+    async def _play(
+        self, prompt: Prompt, sample: int, calls: EpisodeCalls, began: float | None = None
+    ) -> Sequence[Trajectory]:
+        """Run one episode until its reward is known, and return the trajectory of each of its branches; return nothing
+        if the episode is not kept.
+
+        If the first turn is already generated, `began` is the time at which its generation began.
+        """
         ports = self.ports
         for restores in (True, False):
             episode = self._build_episode(prompt, sample, calls)
-            if self._reason is not None:
+            if began is not None:
+                episode.began = began
+            elif self._reason is not None:
                 await episode.abandon()
                 return ()
             self._playing.append(episode)
@@ -224,7 +249,7 @@ class GroupRollout:
         seed = sample_seed(ports.limits.seed, self.key.prompt, sample, redraws=self.redraws)
         build: Callable[..., PlayedEpisode] = PlayedEpisode
         if ports.journal.is_on:
-            basis = _hash_basis(prompt, ports, seed)
+            basis = hash_basis(prompt, ports.limits, ports.environment_ports.limits, seed)
             build = functools.partial(RecordedEpisode, place=EpisodePlace(ports.journal, self.key, sample, basis))
         return build(
             prompt,
@@ -233,7 +258,7 @@ class GroupRollout:
             ports.vocabulary,
             ports.environment_ports,
             functools.partial(self._peers.arrive, sample) if self._peers is not None else None,
-            id=f"{self.key.prompt}.{self.key.attempt}.{sample}",
+            id=self._name_episode(sample),
             sample=sample,
             seed=seed,
             attempt=self.key.attempt,
@@ -256,31 +281,45 @@ class GroupRollout:
 
     async def _generate_turn(self, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""
+        while self._reason is None:
+            request, asked = self._build_request(turn)
+            try:
+                if self.ports.journal.is_empty:
+                    return await self.ports.proxy.generate(request, asked)
+                return await self._recall_or_generate(request, asked, TurnKey(self.key, turn.sample, turn.number))
+            except EngineFailed:
+                self._count_failure(turn.sample)
+        return None
+
+    def _build_first_request(self, prompt: Prompt, sample: int) -> tuple[GenerationRequest, RequestOptions]:
+        """Build the request for the first turn of an episode that does not exist yet."""
+        limits, bounds = self.ports.limits, self.ports.environment_ports.limits
+        seed = sample_seed(limits.seed, self.key.prompt, sample, redraws=self.redraws)
+        longest = bounds.bound_turn(limits.max_new_tokens, 0)
+        return self._build_request(Turn(0, prompt.input, longest, (), self._name_episode(sample), sample, seed))
+
+    def _build_request(self, turn: Turn) -> tuple[GenerationRequest, RequestOptions]:
+        """Build the request for a turn of an episode, with a new id for each try."""
         limits, sample, asked, seed = self.ports.limits, turn.sample, self._later, turn.seed
         if turn.number:
             seed = sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws)
         else:
-            asked = RequestOptions(self.key.prompt, self.key, self._note_start, sample)
-        while self._reason is None:
-            self._requests[sample] = id = self._build_id(turn)
-            request = GenerationRequest(
-                id,
-                turn.prompt,
-                turn.max_new_tokens,
-                limits.temperature,
-                seed,
-                stop=turn.stop,
-                episode=turn.episode if self.ports.environment.has_turns else "",
-                # 0 if the prompt of a role is shorter than the prompt of the group
-                earlier=max(0, turn.prompt.length - self._given),
-            )
-            try:
-                if self.ports.journal.is_empty:
-                    return await self.ports.proxy.generate(request, asked)
-                return await self._recall_or_generate(request, asked, TurnKey(self.key, sample, turn.number))
-            except EngineFailed:
-                self._count_failure(sample)
-        return None
+            asked = self._first._replace(sample=sample)
+        self._requests[sample] = id = self._build_id(turn)
+        request = GenerationRequest(
+            id,
+            turn.prompt,
+            turn.max_new_tokens,
+            limits.temperature,
+            seed,
+            stop=turn.stop,
+            episode=turn.episode if self.ports.environment.has_turns else "",
+            earlier=max(0, turn.prompt.length - self._given),  # a role's prompt may be shorter than the group's
+        )
+        return request, asked
+
+    def _name_episode(self, sample: int) -> str:
+        return f"{self.key.prompt}.{self.key.attempt}.{sample}"
 
     def _judge(self, request: ScoreRequest) -> Awaitable[Score]:
         """Have a response scored, with repeated tries, and count it as unscored meanwhile."""
@@ -339,11 +378,9 @@ class GroupRollout:
         return self._reason is None
 
 
-def _hash_basis(prompt: Prompt, ports: GroupPorts, seed: int) -> str:
-    """Return a hash of all inputs of an episode on which its turns depend."""
-    limits = ports.limits
-    options = (limits.max_new_tokens, limits.temperature, seed, ports.environment_ports.limits, prompt.input.placed)
-    return hash_parts(prompt.input.flat.data, repr(options).encode())
+async def _return_turn(made: VersionedGeneration | None, turn: Turn) -> VersionedGeneration | None:
+    """Return a turn that is already generated, in place of a generation."""
+    return made
 
 
 def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import RollflowError
-from rollflow.storage.records import GroupKey
+from rollflow.storage.records import GroupKey, Prompt
 from rollflow.storage.run_records.finished_turns import EnvironmentSnapshot, EpisodeEvent, TurnKey, hash_parts
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments.base import SnapshotRejected
 from rollflow.tasks.environments.conversation import Conversation, Extension
+from rollflow.tasks.environments.limits import EpisodeLimits
 from rollflow.tasks.environments.ports import Message
 from rollflow.tasks.environments.turns import hash_state
 from rollflow.tasks.rollout.episode import PlayedEpisode
+from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.journal import TurnJournal
 from rollflow.tasks.rollout.resuming.restore_point import RestorePoint
@@ -168,3 +170,9 @@ def encode_tokens(tokens: Int32s) -> str:
 def decode_tokens(text: str) -> Int32s:
     """Return the tokens that `encode_tokens` wrote as text."""
     return Int32s(base64.b64decode(text))
+
+
+def hash_basis(prompt: Prompt, limits: RolloutLimits, bounds: EpisodeLimits, seed: int) -> str:
+    """Return a hash of all inputs of an episode on which its turns depend."""
+    options = (limits.max_new_tokens, limits.temperature, seed, bounds, prompt.input.placed)
+    return hash_parts(prompt.input.flat.data, repr(options).encode())
