@@ -8,13 +8,15 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.actors import POLL_SECONDS, ActorKeeper, WatchedActor
+from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.locations import await_run
 from rollflow.flows.ray_cluster import cluster
 from rollflow.tasks.actors.rollout import ROLLOUT, start_rollout
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.runtime.names import RunPlace
+
+POLL_SECONDS = 1.0  # Seconds between two status calls, after each of which the engines are checked.
 
 
 @flow(name="rollout", log_prints=False)
@@ -33,7 +35,7 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             start=start,
             redone=lambda status: _describe_lost_work(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,
-            poll=POLL_SECONDS,  # Seconds between two status calls, after each of which the engines are checked.
+            poll=POLL_SECONDS,
         )
         ActorKeeper(context, scheduler, log).run(engines.look)
         engines.reporter.notes.flush()

@@ -46,7 +46,7 @@ from rollflow.tasks.run.config import RecoveryConfig
 from rollflow.tasks.run.context import RunContext
 
 POLL_SECONDS = 0.5
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 2.0  # Seconds between two checks of the services and of the supervising flow run.
 CANCEL_SECONDS = 60.0
 STACK = "stack"
 

@@ -50,7 +50,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
-STATE_SECONDS = 1.0  # Seconds between two reads of the states of the stages' flow runs.
+STATE_SECONDS = 2.0  # Seconds between two reads of the states of the stages' flow runs.
 STATUS_SECONDS = 10.0
 PING_SECONDS = 5.0  # Seconds that the channel actor may take to answer a ping. A dead actor is noticed immediately.
 START_SECONDS = 300.0

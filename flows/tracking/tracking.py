@@ -7,7 +7,8 @@ train step, `eval/` for held-out prompts, `reward/` for the reward actor, `syste
 Logging never delays or ends a training run: a background thread imports MLflow and writes the metrics, and every method
 of `Tracker` except `flush` and `finish` returns immediately. A failure of MLflow is added to `warnings`, and the
 metrics are written later together with the next ones. No metric is logged twice, because the last logged version is
-read from MLflow when the MLflow run is opened.
+read from MLflow when the MLflow run is opened. Metrics wait up to `GATHER_SECONDS` for further metrics, because a call
+of MLflow costs more than its metrics.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -47,6 +49,7 @@ ROLLOUT = (
 SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
 METRICS_A_CALL = 900  # Largest number of metrics that are logged in one call. MLflow accepts 1,000.
 KEPT_POINTS = 10_000
+GATHER_SECONDS = 10.0  # Longest time for which the metrics of a policy version wait for those of further versions.
 STOP = object()
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -157,12 +160,8 @@ class Tracker:
 
     def _work(self) -> None:
         while True:
-            items = [self._queue.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    items.append(self._queue.get_nowait())
             # Consecutive metrics are collected and written in one call, before the next action.
-            for item in items:
+            for item in self._gather():
                 if isinstance(item, MetricPoint):
                     self._pending.append(item)
                     continue
@@ -172,6 +171,15 @@ class Tracker:
                     return
                 item()
             self._write()
+
+    def _gather(self) -> list[Any]:
+        """Return the next items of the queue. Metrics wait for further metrics until another item comes."""
+        items = [self._queue.get()]
+        limit = time.monotonic() + GATHER_SECONDS
+        with contextlib.suppress(queue.Empty):
+            while isinstance(items[-1], MetricPoint):
+                items.append(self._queue.get(timeout=max(0.0, limit - time.monotonic())))
+        return items
 
     def _write(self) -> None:
         with self._record_failures("writing"):
