@@ -103,6 +103,29 @@ def test_resumed_run_logs_no_mlflow_metric_twice(
 
 
 @pytest.mark.slow
+def test_metrics_of_several_versions_take_one_mlflow_call(
+    place: TrackingPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, log_points = list[int](), MlflowRun.log_points
+
+    def count(run: MlflowRun, points: Any) -> None:
+        calls.append(len(points))
+        log_points(run, points)
+
+    monkeypatch.setattr(MlflowRun, "log_points", count)
+    monkeypatch.setattr(tracking, "GATHER_SECONDS", HANG_SECONDS)
+    tracker = Tracker(place, "run-gathered", PARAMETERS)
+    assert tracker.flush(HANG_SECONDS)  # MLflow is open from now on
+    for version in range(1, 8):
+        tracker.log_version(version, {"reward": version / 8}, when=1000.0 + version)
+    assert tracker.flush(HANG_SECONDS)
+    assert tracker.finish("FINISHED", HANG_SECONDS)
+    client, run = stored(place, "run-gathered")
+    assert steps(client, run, "rollout/reward") == list(range(1, 8))
+    assert calls == [7]
+
+
+@pytest.mark.slow
 def test_log_hashes_in_mlflow_are_never_replaced(place: TrackingPlace) -> None:
     """MLflow keeps hashes of log entries (anchors). The tracker of a later supervisor does not replace them. A run with
     another key has anchors of its own.
