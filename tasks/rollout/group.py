@@ -154,12 +154,15 @@ class GroupRollout:
             self._peers = GroupPeers(self.ports.limits.group_size)
         self._given = prompt.input.length
         calls = EpisodeCalls(self._generate_turn, self._close_episode, self._judge)
-        asks_first = self.ports.environment.asks_at_once and self.ports.journal.is_empty
-        begin = self._generate_and_play if asks_first else self._play
+        asks_at_once = self.ports.environment.asks_at_once and self.ports.journal.is_empty
         self._first = self._later._replace(on_start=self._note_start)
         async with asyncio.TaskGroup() as samples:
+            lives = (
+                self._generate_and_play(prompt, one, calls) if asks_at_once else self._play(prompt, one, calls)
+                for one in range(self.responses)
+            )
             # a common name takes less memory than the names that asyncio makes
-            tasks = [samples.create_task(begin(prompt, one, calls), name="sample") for one in range(self.responses)]
+            tasks = [samples.create_task(life, name="sample") for life in lives]
         self._first = self._later  # breaks a reference cycle
         trajectories = [one for task in tasks for one in task.result()]
         if self._reason is not None:
@@ -171,7 +174,8 @@ class GroupRollout:
         """Generate the first turn of an episode, then run the episode as `_play` does. While the first turn is
         generated, the episode takes no memory besides its request.
         """
-        began, first = asyncio.get_running_loop().time(), None
+        began = asyncio.get_running_loop().time()
+        first: VersionedGeneration | None = None
         while first is None and self._reason is None:
             try:
                 first = await self.ports.proxy.generate(*self._build_first_request(prompt, sample))
