@@ -2,6 +2,7 @@
 
 Both sides use a recipe's prompts, reward and hyperparameters. The policy comes from the recipe's cold start, once per
 seed. TRL generates with transformers on two threads, as it does on a CPU (its releases support other versions of vLLM).
+TRL trains with its fastest micro-batch, which a short sweep finds; the batch of an optimizer step is always the same.
 At alpha 0, engine and learner alternate: all responses of a version run at once, and the learner has both cores. Only
 training time counts (TRL: `train()` without evaluations; rollflow: from the time when its engines are ready to the
 version with the accuracy). The time before, for imports, servers and engines, is reported separately. The accuracy is
@@ -10,6 +11,7 @@ own evaluation during training uses only one prompt.
 
 Each run is stored as a file in `--runs` and is not repeated, so the measurement can be split:
 `python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table covers all runs in the folder.
+With `--recipe benchmarks/long_answers.toml`, the lengths of the right answers have a long tail.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,8 +34,15 @@ from benchmarks.reward_task import THREADS
 from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import load_recipe
 
-SYSTEMS = ("trl", "alpha-0", "alpha-2")
+SYSTEMS = ("trl", "alpha-0", "alpha-1", "alpha-2")
+ROWS = (64, 128, 256, 512)  # rows of TRL's micro-batches in the sweep
+SWEPT = 3  # versions that TRL trains with each micro-batch of the sweep; the first one is not timed
+SWEEP = "sweep.json"
+ROOT = Path(__file__).resolve().parent.parent
 NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
+
+
+Point = tuple[int, float, float]  # version, training seconds, accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +51,23 @@ class Run:
 
     system: str
     seed: int
-    points: Sequence[tuple[int, float, float]]
+    points: Sequence[Point]
     before: float
 
     def seconds(self, accuracy: float) -> float | None:
         """Return the training seconds to the first evaluated version with this accuracy; None if there is none."""
         return next((seconds for _, seconds, found in self.points if found >= accuracy), None)
+
+    def versions(self, accuracy: float) -> int | None:
+        """Return the first evaluated version with this accuracy; None if there is none."""
+        return next((version for version, _, found in self.points if found >= accuracy), None)
+
+    @property
+    def step_seconds(self) -> float:
+        """The training seconds of a version, without those before the first evaluated version."""
+        looks = [(version, seconds) for version, seconds, _ in self.points if version]
+        (first, began), (last, ended) = looks[0], looks[-1]
+        return (ended - began) / (last - first) if last > first else ended / last
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +78,7 @@ class Plan:
     runs: Path
     versions: int
     every: int
-    rows: int
+    rows: int | None
     micro_tokens: int
     engine: str
 
@@ -78,11 +98,31 @@ class Plan:
         return _read(file)
 
     def _trl(self, seed: int) -> Run:
-        folder, began = self.start(seed), time.time()
-        words = map(str, (self.recipe, folder, seed, self.versions, self.every, self.rows))
-        told = _child("benchmarks.reward_trl", *words, log=self.runs / f"trl-{seed}.log")
-        first, points = json.loads(told)
+        folder = self.start(seed)
+        rows = self.rows or fastest_rows(self.sweep(seed))
+        began = time.time()
+        first, points = self._train_trl(folder, seed, self.versions, self.every, rows)
         return Run("trl", seed, points, first - began)
+
+    def _train_trl(self, folder: Path, seed: int, versions: int, every: int, rows: int) -> tuple[float, list[Point]]:
+        """Train with TRL; return the start time, and the evaluated versions."""
+        words = map(str, (self.recipe, folder, seed, versions, every, rows))
+        told = _child("benchmarks.reward_trl", *words, log=self.runs / f"log-trl-{seed}.txt")
+        first, points = json.loads(told)
+        return first, points
+
+    def sweep(self, seed: int) -> Mapping[int, float]:
+        """Return TRL's seconds of a version by the rows of its micro-batch, from the file or by short trainings."""
+        file = self.runs / SWEEP
+        if not file.exists():
+            config, folder = load_recipe(self.recipe, []), self.start(seed)
+            most = config.groups * config.group_size // config.train.minibatches
+            found = {}
+            for rows in [rows for rows in ROWS if most % rows == 0] or [most]:
+                _, points = self._train_trl(folder, seed, SWEPT, 1, rows)
+                found[rows] = (points[-1][1] - points[1][1]) / (SWEPT - 1)
+            file.write_text(json.dumps(found))
+        return {int(rows): seconds for rows, seconds in json.loads(file.read_text()).items()}
 
     def _rollflow(self, system: str, seed: int) -> Run:
         folder, run_id = self.start(seed), f"{system}-{seed}-{int(time.time())}"
@@ -118,7 +158,8 @@ class Plan:
 
 def _child(module: str, *arguments: str, log: Path | None = None, home: Path | None = None) -> str:
     """Run a process and return its standard output; other output goes to `log`."""
-    environment = {**os.environ, **({"ROLLFLOW_HOME": str(home)} if home else {})}
+    own = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for a recipe's own prompts
+    environment = {**os.environ, "PYTHONPATH": own, **({"ROLLFLOW_HOME": str(home)} if home else {})}
     command = [sys.executable, "-m", module, *arguments]
     with open(log or os.devnull, "w") as errors:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -138,11 +179,15 @@ def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
         if own:
             yield Row(system, f"best accuracy, median of {len(own)}", statistics.median(_best(run) for run in own))
             yield Row(system, "seconds before training", statistics.median(run.before for run in own))
+            yield Row(system, "seconds of a version", statistics.median(run.step_seconds for run in own))
         for accuracy in accuracies:
             yield from _to(own, system, accuracy)
     theirs = {run.seed: run for run in runs if run.system == "trl"}
     for system in SYSTEMS[1:]:
         pairs = [(run, theirs[run.seed]) for run in runs if run.system == system and run.seed in theirs]
+        if pairs:
+            ratio = statistics.median(mine.step_seconds / other.step_seconds for mine, other in pairs)
+            yield Row(system, "seconds of a version over TRL's: median", ratio)
         for accuracy in accuracies:
             yield from _over(pairs, system, accuracy)
 
@@ -172,9 +217,23 @@ def _to(own: Sequence[Run], system: str, accuracy: float) -> Iterator[Row]:
     if own:
         yield Row(system, f"seeds that got to {accuracy:g}, of {len(own)}", len(there))
     if there:
+        versions = [found for run in own if (found := run.versions(accuracy)) is not None]
+        yield Row(system, f"versions to {accuracy:g}: median", statistics.median(versions))
         yield Row(system, f"training seconds to {accuracy:g}: median", statistics.median(there))
         yield Row(system, f"training seconds to {accuracy:g}: least", min(there))
         yield Row(system, f"training seconds to {accuracy:g}: most", max(there))
+
+
+def fastest_rows(sweep: Mapping[int, float]) -> int:
+    """Return the rows of the micro-batch with which a version takes the fewest seconds."""
+    return min(sweep, key=lambda rows: sweep[rows])
+
+
+def sweep_rows(sweep: Mapping[int, float]) -> Iterator[Row]:
+    """Return rows with TRL's seconds of a version for each micro-batch of the sweep."""
+    for rows, seconds in sorted(sweep.items()):
+        chosen = ", the micro-batch of all runs" if rows == fastest_rows(sweep) else ""
+        yield Row("trl", f"seconds of a version with micro-batches of {rows} rows{chosen}", seconds)
 
 
 def _best(run: Run) -> float:
@@ -187,10 +246,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path(".rollflow/time_to_reward"), help="where runs are kept")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--accuracies", nargs="*", type=float, default=[0.5, 0.6, 0.7])
+    parser.add_argument("--accuracies", nargs="*", type=float, default=[0.8, 0.95])
     parser.add_argument("--versions", type=int, default=50)
-    parser.add_argument("--every", type=int, default=5, help="versions between two looks")
-    parser.add_argument("--rows", type=int, default=128, help="of a micro-batch of TRL's")
+    parser.add_argument("--every", type=int, default=2, help="versions between two looks")
+    parser.add_argument("--rows", type=int, help="of a micro-batch of TRL's (default: the fastest of a sweep)")
     parser.add_argument("--micro-tokens", type=int, default=1024, help="of a micro-batch of ours")
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="ours")
     options = parser.parse_args()
@@ -205,7 +264,8 @@ def main() -> None:
     if not here:
         print(NO_TRL)
     found = [_read(file) for system in SYSTEMS for file in sorted(options.runs.glob(f"{system}-*.json"))]
-    publish(list(rows_of(found, options.accuracies)), "time to a held-out accuracy", options.json)
+    swept = list(sweep_rows(plan.sweep(0))) if (options.runs / SWEEP).exists() else []
+    publish([*swept, *rows_of(found, options.accuracies)], "time to a held-out accuracy", options.json)
 
 
 if __name__ == "__main__":

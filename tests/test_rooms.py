@@ -126,14 +126,15 @@ MAY: dict[str, set[str]] = {
         *("flows/tracking", "flows/views"),
     },
     "flows/commands/cli": {
-        *("flows", "flows/ray_cluster", "flows/registration", "flows/services", "flows/views"),
+        *("flows", "flows/keepalive", "flows/ray_cluster", "flows/registration", "flows/services", "flows/views"),
         "flows/views/timelines",
     },
     "flows/commands/rejudge": {"flows", "flows/commands/cli"},
     "flows/commands/play": {"flows", "flows/commands/cli", "flows/policies", "flows/views"},
     "flows/commands/evaluate": {"flows", "flows/commands/cli", "flows/policies", "flows/tracking"},
     "flows/commands": {
-        *("flows", "flows/commands/cli", "flows/ray_cluster", "flows/registration", "flows/services"),
+        *("flows", "flows/commands/cli", "flows/keepalive", "flows/ray_cluster", "flows/registration"),
+        "flows/services",
         *("flows/tracking", "flows/views", "flows/views/timelines"),
     },
 }

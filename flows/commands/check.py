@@ -1,6 +1,7 @@
 """Implements `rollflow check RECIPE`, which checks a recipe without starting a run. The command rejects every recipe
-that `rollflow run` would reject, with the same message, and prints a note for each check that was skipped. Nothing is
-downloaded; with `--offline`, no service is contacted.
+that `rollflow run` would reject, with the same message, and prints a note for each check that was skipped. Another note
+says whether asynchronous training pays on the run's machines. Nothing is downloaded; with `--offline`, no service is
+contacted.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Iterator
 
 from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import load_recipe
+from rollflow.flows.keepalive.overlap import advise_alpha, find_overlap, machines_of, read_machine
 from rollflow.flows.preflight import preflight
+from rollflow.flows.ray_cluster import cluster
+from rollflow.tasks.run.config import RunConfig
 
 
 def command(options: argparse.Namespace) -> int:
@@ -33,4 +38,18 @@ def command(options: argparse.Namespace) -> int:
     )
     for note in found.notes:
         print(note)
+    for note in _advise(config, ask=not options.offline):
+        print(note)
     return OK
+
+
+def _advise(config: RunConfig, *, ask: bool) -> Iterator[str]:
+    """Yield a note that says whether asynchronous training pays on the run's machines. The machines of another Ray
+    cluster are not known if no service may be contacted.
+    """
+    if config.cluster.address == "auto":
+        yield advise_alpha(config, find_overlap(config, [read_machine()]))
+    elif ask:
+        with cluster.attached_cluster(config.cluster.address, "check"):
+            machines = machines_of(config, cluster.living_nodes())
+        yield advise_alpha(config, find_overlap(config, machines))

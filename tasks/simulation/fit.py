@@ -47,9 +47,13 @@ class RecordedVersion:
     reward_R: Sequence[float]
 
 
-def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
+def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig, shared_speed: float = 1.0) -> Hardware:
     """Fit the hardware on which the given policy versions were recorded, after a warm-up. The fit simulates these
-    policy versions, which takes some seconds."""
+    policy versions, which takes some seconds.
+
+    With `shared_speed` below 1, engines and learner shared cores (see `learner.shared_speed`), and the seconds of the
+    learner are those without engines beside it. Engines are assumed to work during all train steps if alpha is above 0.
+    """
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0
     seconds = np.concatenate([np.asarray(v.generation_R, float) for v in versions])
@@ -64,7 +68,12 @@ def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hard
             tokens_per_tick=1,
         ),
         reward=RewardHardware(measured=tuple(round(float(x), 6) for x in thin_values(rewards))),
-        learner=LearnerHardware(measured=tuple(round(x, 6) for x in train_seconds(versions, alone=alone))),
+        learner=LearnerHardware(
+            shared_speed=shared_speed,
+            measured=tuple(
+                round(x * (1.0 if alone else shared_speed), 6) for x in train_seconds(versions, alone=alone)
+            ),
+        ),
         update=UpdateHardware(
             seconds=round(median(pauses), 6) if pauses else 0.0,
             fetch_seconds=round(max(0.0, median(fetches)), 6) if fetches else 0.0,

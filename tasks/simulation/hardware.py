@@ -151,6 +151,13 @@ class LearnerHardware(Section):
         description="whether learner and engines take turns on the same GPUs; true is allowed only with async_ratio "
         "= 0",
     )
+    shared_speed: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="speed of engines and learner while both work, as a share of their speed while only one of them "
+        "works; 1: engines and learner have hardware of their own",
+    )
     epochs: float = Field(1.0, gt=0, description="number of times that the learner trains on each batch")
     seconds_per_version: float = Field(
         0.0,

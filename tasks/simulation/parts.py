@@ -114,9 +114,15 @@ class TimedLearner:
     """A simulated learner, which takes one batch after another and spends the time of a train step on each batch."""
 
     def __init__(
-        self, hardware: Hardware, grain: int, channel: Channel[StagedBatch], records: SimulationRecords
+        self,
+        hardware: Hardware,
+        grain: int,
+        channel: Channel[StagedBatch],
+        records: SimulationRecords,
+        spend: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._hardware, self._grain = hardware, grain
+        """Create the learner; `spend` waits as long as a train step takes that would take the given seconds alone."""
+        self._hardware, self._grain, self._spend = hardware, grain, spend
         self._channel, self._records = channel, records
 
     async def run(self, versions: int, published: Callable[[int], None]) -> None:
@@ -127,7 +133,7 @@ class TimedLearner:
             batch = await self._channel.lease(version - 1, FOREVER)
             began = clock()
             tokens = sum(group.response_tokens for group in batch.groups) * self._grain
-            await asyncio.sleep(self._hardware.train_seconds(version, len(trajectories_of(batch)), tokens))
+            await self._spend(self._hardware.train_seconds(version, len(trajectories_of(batch)), tokens))
             await self._channel.ack(version - 1)
             self._records.steps.append(Span(began, clock(), version))
             published(version)

@@ -57,6 +57,7 @@ from rollflow.tasks.simulation.parts import (
     check_fresh,
 )
 from rollflow.tasks.simulation.records import SimulationRecords, Snapshot, Span
+from rollflow.tasks.simulation.shared_cores import SharedCores, SharingEngine
 from rollflow.tasks.simulation.timeline import Sampler, Timeline
 
 
@@ -154,7 +155,9 @@ class SimulatedRun:
         self.scheduler = self.scheduler_type(build_limits(config), ports, self.proxy, ResumePoint())
         hooks = VersionCallbacks(self._note_published, self._note_updated)
         self.sync = WeightSync(self.proxy, self, config.engine.on_weight_update, hooks)
-        self.learner = TimedLearner(self.hardware, self.engine.tokens_per_tick, self.channel, self.records)
+        share = self.hardware.learner.shared_speed
+        spend = SharedCores(self.engines, share).train if share < 1.0 else asyncio.sleep
+        self.learner = TimedLearner(self.hardware, self.engine.tokens_per_tick, self.channel, self.records, spend)
         lends = takes_engines(config, self.hardware)
         self.evaluations = TimedEvaluations(config, self.hardware, self.proxy) if lends else None
         faults = self.hardware.faults
@@ -243,7 +246,8 @@ class SimulatedRun:
         return section.limits.scale_tokens(self.engine.tokens_per_tick)
 
     def _engine(self, place: int) -> TimedEngine:
-        return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
+        engine_type = SharingEngine if self.hardware.learner.shared_speed < 1.0 else TimedEngine
+        return engine_type(self.engine.model_copy(update={"speed": self.speeds[place]}))
 
     async def _replace(self, place: int) -> TimedEngine:
         """Replace a dead engine by a new one; the work of the dead engine still counts in the results."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.time_to_reward import Plan, Run, rows_of
+from benchmarks.time_to_reward import SWEEP, Plan, Run, fastest_rows, rows_of, sweep_rows
 
 HALF = 0.5
 
@@ -48,3 +48,21 @@ def test_ratios_with_lower_bounds_have_no_median() -> None:
 def test_synchronous_baseline_runs_all_responses_at_once() -> None:
     plan = Plan(Path("flows/recipes/reasoning.toml"), Path(), 1, 1, 1, 1, "vllm")
     assert plan._in_turns() == {"engine.max_concurrent_requests": 512, "train.threads": 2}
+
+
+def test_seconds_of_a_version_leave_out_the_first_look() -> None:
+    """The first versions are slow: 20 s to version 2, then 3 s each."""
+    run = Run("trl", 0, [(0, 0.0, 0.2), (2, 20.0, 0.3), (4, 26.0, 0.4), (6, 32.0, 0.6)], before=30.0)
+    assert run.step_seconds == 3.0
+    assert run.versions(HALF) == 6
+    assert Run("trl", 0, [(0, 0.0, 0.2), (2, 20.0, 0.3)], before=30.0).step_seconds == 10.0
+
+
+def test_fastest_micro_batch_of_the_sweep_is_used(tmp_path: Path) -> None:
+    """The sweep is read from its file, so no training is needed."""
+    (tmp_path / SWEEP).write_text('{"64": 2.0, "128": 1.5, "256": 1.75}')
+    plan = Plan(Path("flows/recipes/sorting.toml"), tmp_path, 1, 1, None, 1, "vllm")
+    assert fastest_rows(plan.sweep(0)) == 128
+    rows = {row.metric: row.value for row in sweep_rows(plan.sweep(0))}
+    assert rows["seconds of a version with micro-batches of 128 rows, the micro-batch of all runs"] == 1.5
+    assert rows["seconds of a version with micro-batches of 64 rows"] == 2.0

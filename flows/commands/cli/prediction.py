@@ -14,7 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from rollflow.flows.commands.cli.alpha_choice import describe_alphas
 from rollflow.flows.commands.cli.toml_edit import to_toml
+from rollflow.flows.keepalive.overlap import find_overlap, read_machine
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.timelines.simulation import Outputs, run_simulation
 from rollflow.storage.batch import TrajectoryBatch
@@ -23,8 +25,10 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.updates import read_update
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.simulation.alphas import compare_alphas
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.fit import RecordedVersion, fit_hardware
+from rollflow.tasks.simulation.hardware import Hardware
 
 FEWEST = 5  # Smallest number of policy versions after the warm-up that a comparison needs.
 # Configuration keys that affect the time of a train step.
@@ -42,7 +46,9 @@ def compare(
     """
     console = Console(highlight=False)
     recorded = read_recorded(context)
-    hardware = fit_hardware(recorded, context.config)
+    here = context.config.cluster.address == "auto"  # the run is assumed to be recorded on a machine like this one
+    share = find_overlap(context.config, [read_machine()]).shared_speed if here else 1.0
+    hardware = fit_hardware(recorded, context.config, share)
     if save is not None:
         save.write_text(to_toml(hardware.model_dump(exclude_defaults=True)))
         console.print(f"hardware in {save}", soft_wrap=True)
@@ -60,7 +66,18 @@ def compare(
     )  # fmt: skip
     for name in _list_differences(config, context.config):
         console.print(f"the run had another {name}: the two step times cannot be compared", soft_wrap=True)
+    _print_alphas(config, hardware, console)
     return difference
+
+
+def _print_alphas(config: RunConfig, hardware: Hardware, console: Console) -> None:
+    """Print which alpha is best for the recipe if it runs on this machine, with the times of the recorded run."""
+    if config.cluster.address != "auto":
+        return  # the machines of another cluster are not known here
+    overlap = find_overlap(config, [read_machine()])
+    outcomes = compare_alphas(config, hardware, spread=1.0 if overlap.own else overlap.spread)
+    for sentence in describe_alphas(config, overlap, outcomes):
+        console.print(sentence, soft_wrap=True)
 
 
 def _list_differences(config: RunConfig, other: RunConfig) -> list[str]:

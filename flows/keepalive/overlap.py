@@ -1,0 +1,138 @@
+"""Finds out whether a run's engines and its learner can work at the same time on the machines that the run has.
+
+Asynchronous training lets engines and learner work at the same time. This saves time only if each side has hardware of
+its own: GPUs, nodes, or CPU cores. On shared cores both sides compute, and each one slows the other down by what it
+gains, so a run only gets staler samples. The answer comes from the recipe and the machines alone: number of engines,
+threads and ranks, placement, GPUs and cores. How long the two sides take is not known here; `rollflow plan --from-run`
+compares alphas with the times of a recorded run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollflow.flows.keepalive.gpus import count_engines, width_of
+from rollflow.flows.ray_cluster import cluster
+from rollflow.tasks.actors.placement import engine_cpus, is_fitting, learner_cpus
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.reward_models import model_gpus
+
+# CPU cores that the scheduler, the actors of the engines, the scorers and the servers keep busy while engines generate.
+BESIDE = 1.0
+DEVICES = ("nvidia[0-9]*", "kfd")  # files in /dev of GPU drivers
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The hardware of one machine, and whether the run's engines and its learner may run on the machine."""
+
+    cores: float
+    gpus: float = 0.0
+    engines: bool = True
+    learner: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What engines and learner need to work at the same time, and what they have, in GPUs, nodes or CPU cores."""
+
+    of: Literal["GPU", "node", "core"]
+    have: float
+    rollout: float  # what generation needs, including everything that runs beside the engines
+    training: float
+
+    @property
+    def own(self) -> bool:
+        """True if engines and learner have hardware of their own."""
+        return self.have >= self.rollout + self.training
+
+    @property
+    def shared_speed(self) -> float:
+        """Speed of each side while both work, as a share of its speed alone. Two sides that share everything get half
+        each.
+        """
+        return max(0.5, min(1.0, self.have / (self.rollout + self.training)))
+
+    @property
+    def spread(self) -> float:
+        """Number of times by which the learner has more cores while no engine works."""
+        return max(1.0, self.have / self.training) if self.of == "core" else 1.0
+
+
+def find_overlap(config: RunConfig, machines: Sequence[Machine]) -> Overlap:
+    """Find out what engines and learner share on these machines."""
+    gpus = sum(machine.gpus for machine in machines) - model_gpus(config)
+    if gpus > 0 and not isinstance(config.engine, TimedEngineConfig):
+        return Overlap("GPU", gpus, float(count_engines(config) * width_of(config)), float(config.train.ranks))
+    if not any(machine.engines and machine.learner for machine in machines):
+        return Overlap("node", 2.0, 1.0, 1.0)
+    cores = sum(machine.cores for machine in machines if machine.engines or machine.learner)
+    engines = config.engine.replicas * engine_cpus(config.engine)
+    return Overlap("core", cores, engines + BESIDE, max(1.0, learner_cpus(config)))
+
+
+def read_machine() -> Machine:
+    """Return this machine, on which a private Ray cluster would run."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Importing Ray takes a second, so Ray counts the GPUs only where there may be some.
+    has_gpus = any(True for pattern in DEVICES for _ in Path("/dev").glob(pattern))
+    return Machine(float(cores), cluster.count_machine_gpus() if has_gpus else 0.0)
+
+
+def machines_of(config: RunConfig, nodes: Iterable[Mapping[str, Any]]) -> list[Machine]:
+    """Convert Ray's descriptions of its nodes to machines, with the run's placement."""
+    return [
+        Machine(
+            float(node["Resources"].get("CPU", 0.0)),
+            float(node["Resources"].get("GPU", 0.0)),
+            is_fitting(node, config, "engine"),
+            is_fitting(node, config, "learner"),
+        )
+        for node in nodes
+    ]
+
+
+def advise_alpha(config: RunConfig, overlap: Overlap) -> str:
+    """Return a note that says whether asynchronous training pays on this hardware, why, and which key to set."""
+    where, alpha = _describe(overlap), config.async_ratio
+    if overlap.own:
+        do = (
+            f"async_ratio = {alpha:g} uses this"
+            if alpha
+            else "set async_ratio = 1 or more if that matters more than fresh samples"
+        )
+        return f"asynchrony pays here: {where}, so generation and training can run at the same time; {do}"
+    if alpha == 0 and _threads(config, overlap) is None:
+        return f"async_ratio = 0 fits: {where}, so asynchrony would overlap little and only make samples staler"
+    return (
+        f"asynchrony overlaps little here: {where}, and both compute; set {keys_in_turns(config, overlap)}, or "
+        "async_ratio = 1 if a few responses are much longer than the others "
+        "(`rollflow plan --from-run RUN` compares them by simulation)"
+    )
+
+
+def keys_in_turns(config: RunConfig, overlap: Overlap) -> str:
+    """Return the keys with which generation and training alternate, and each of them can use all cores."""
+    threads = _threads(config, overlap)
+    return "async_ratio = 0" if threads is None else f"async_ratio = 0 and train.threads = {threads}"
+
+
+def _threads(config: RunConfig, overlap: Overlap) -> int | None:
+    """Return the number of threads with which a learner alone would use all cores; None if it has so many."""
+    threads = int(overlap.have // config.train.ranks)
+    return threads if overlap.of == "core" and threads > config.train.threads else None
+
+
+def _describe(overlap: Overlap) -> str:
+    if overlap.of == "node":
+        return "engines and learner run on different nodes"
+    need = f"generation needs {overlap.rollout:g} and training {overlap.training:g}"
+    have = f"{overlap.have:.3g} {overlap.of}{'' if overlap.have == 1 else 's'}"
+    if overlap.own:
+        return f"engines and learner have {overlap.of}s of their own ({have}; {need})"
+    return f"engines and learner share {have} ({need})"
