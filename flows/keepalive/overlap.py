@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollflow.flows.keepalive.gpus import count_engines, width_of
+from rollflow.flows.keepalive.gpus import width_of
 from rollflow.flows.ray_cluster import cluster
 from rollflow.tasks.actors.placement import engine_cpus, is_fitting, learner_cpus
 from rollflow.tasks.engines.config import TimedEngineConfig
@@ -65,10 +65,12 @@ class Overlap:
 
 
 def find_overlap(config: RunConfig, machines: Sequence[Machine]) -> Overlap:
-    """Find out what engines and learner share on these machines."""
+    """Find out what engines and learner share on these machines. A separate evaluation engine is not counted, because
+    it rarely works.
+    """
     gpus = sum(machine.gpus for machine in machines) - model_gpus(config)
     if gpus > 0 and not isinstance(config.engine, TimedEngineConfig):
-        return Overlap("GPU", gpus, float(count_engines(config) * width_of(config)), float(config.train.ranks))
+        return Overlap("GPU", gpus, float(config.engine.replicas * width_of(config)), float(config.train.ranks))
     if not any(machine.engines and machine.learner for machine in machines):
         return Overlap("node", 2.0, 1.0, 1.0)
     cores = sum(machine.cores for machine in machines if machine.engines or machine.learner)

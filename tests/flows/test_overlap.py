@@ -37,7 +37,9 @@ recipes = st.builds(
     ranks=st.integers(1, 2),
     train_threads=st.integers(1, 4),
 )
-machines = st.lists(st.builds(Machine, st.integers(1, 16).map(float), st.integers(0, 4).map(float)), min_size=1, max_size=3)
+machines = st.lists(
+    st.builds(Machine, st.integers(1, 16).map(float), st.integers(0, 4).map(float)), min_size=1, max_size=3
+)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_advice_gives_the_reason_and_a_key(config: RunConfig, found: list[Machin
         assert "set async_ratio = 0" in note
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 3),
@@ -95,7 +97,7 @@ def test_advice_agrees_with_the_simulator(
     unless one of them hardly takes time. Training takes 0.5 to 1 times as long as the rollout."""
     config = recipe(replicas=replicas, train_threads=train_threads)
     overlap = find_overlap(config, [Machine(float(cores))])
-    machine = Hardware.model_validate(
+    hardware = Hardware.model_validate(
         {
             "engines": {
                 "count": replicas,
@@ -107,7 +109,7 @@ def test_advice_agrees_with_the_simulator(
             "learner": {"seconds_per_version": ratio * rollout, "shared_speed": overlap.shared_speed},
         }
     )
-    outcomes = compare_alphas(config, machine, spread=1.0 if overlap.own else overlap.spread)
+    outcomes = compare_alphas(config, hardware, spread=1.0 if overlap.own else overlap.spread)
     chosen = choose_alpha(outcomes)
     if overlap.own:
         assert chosen.async_ratio >= 1

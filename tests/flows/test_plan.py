@@ -80,7 +80,7 @@ def test_planned_recipe_differs_only_in_the_planned_keys(file: Path, tmp_path: P
 def test_planned_recipe_keeps_comments(file: Path, tmp_path: Path) -> None:
     given, once, twice = tmp_path / "given.toml", tmp_path / "once.toml", tmp_path / "twice.toml"
     text = Path(RECIPE).read_text()
-    given.write_text(text.replace("async_ratio = 2", "async_ratio = 0  # what we had"))
+    given.write_text(text.replace("async_ratio = 1 ", "async_ratio = 0  # what we had "))
     arguments = ["--gpus", "6", "--hardware", str(file), *SMALL, "--write"]
     assert main(["plan", str(given), *arguments, str(once)]) == 0
     assert main(["plan", str(once), *arguments, str(twice)]) == 0

@@ -49,7 +49,7 @@ def test_step_on_shared_cores_matches_a_hand_example() -> None:
     assert step(2, 8.0, 2.0, 0.5) == pytest.approx(10.0, rel=SLICE)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.floats(0.5, 20.0), st.floats(0.5, 20.0), st.floats(0.5, 1.0), st.sampled_from([1.0, 2.0]))
 def test_shared_speed_lies_between_own_cores_and_turns(
     rollout: float, train: float, share: float, alpha: float
@@ -60,7 +60,7 @@ def test_shared_speed_lies_between_own_cores_and_turns(
     assert shared <= step(0, rollout, train, share) * (1 + SLICE)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.floats(0.5, 20.0), st.floats(0.5, 20.0), st.floats(0.4, 1.0), st.floats(1.0, 4.0))
 def test_chosen_alpha_is_the_smallest_of_the_fast(rollout: float, train: float, share: float, spread: float) -> None:
     outcomes = compare_alphas(recipe(2.0), hardware(rollout, train, share), spread=spread)
