@@ -64,8 +64,10 @@ class Run:
 
     @property
     def step_seconds(self) -> float:
-        """The training seconds of a version, without those before the first evaluated version."""
+        """The training seconds of a version, without those before the first evaluated version; NaN without versions."""
         looks = [(version, seconds) for version, seconds, _ in self.points if version]
+        if not looks:
+            return math.nan
         (first, began), (last, ended) = looks[0], looks[-1]
         return (ended - began) / (last - first) if last > first else ended / last
 

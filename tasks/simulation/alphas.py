@@ -22,7 +22,7 @@ from rollflow.tasks.simulation.world import simulate
 
 ALPHAS = (0.0, 1.0, 2.0)
 MEASURED = 12  # smallest number of policy versions that a simulation measures after its warm-up
-TRAJECTORIES = 2000  # smallest number of trajectories that a simulation measures
+TRAJECTORIES = 500  # smallest number of trajectories that a simulation measures
 
 
 @dataclass(frozen=True, slots=True)
