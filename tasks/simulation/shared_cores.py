@@ -47,14 +47,14 @@ class SharedCores:
     async def train(self, seconds: float) -> None:
         """Wait as long as a train step takes that would take `seconds` alone, and slow down the engines meanwhile."""
         for _ in range(SLICES):
-            engines = self._sharing()
+            engines = self._list_engines()
             for engine in engines:
                 engine.run_at(self._share)
             slowed = any(engine.is_working for engine in engines)
             await asyncio.sleep(seconds / SLICES / (self._share if slowed else 1.0))
-        for engine in self._sharing():
+        for engine in self._list_engines():
             engine.run_at(1.0)
 
-    def _sharing(self) -> list[SharingEngine]:
+    def _list_engines(self) -> list[SharingEngine]:
         """List the engines. A simulated death may have replaced an engine by another one."""
         return [engine for engine in self._engines.values() if isinstance(engine, SharingEngine)]
