@@ -197,7 +197,7 @@ def test_prefect_form_shows_raw_json_only_for_tables() -> None:
         "runtime_env",
         "tools",
     }
-    assert raw == own | {"parts", "rewards", "rubric"}
+    assert raw == own | {"endpoints", "kinds", "parts", "rewards", "row", "rubric"}
 
 
 def test_prefect_form_accepts_a_section_without_kind() -> None:
