@@ -15,8 +15,8 @@ from rollflow.tasks.run.reward_models import list_models, model_gpus
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """The number of GPUs for each inference engine, and for the learner. The number of GPUs is a fraction if engines
-    and the learner share GPUs.
+    """The number of GPUs for each inference engine, and for the learner's Ray actor. With `train.multi_node`, other
+    actors have the GPUs of the other ranks. The number of GPUs is a fraction if engines and the learner share GPUs.
     """
 
     engine: float

@@ -27,7 +27,8 @@ def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: T
 def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
     """Return PPO's clipped loss, -min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
 
-    If `dual` is a number c, the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5).
+    In the formula, r is the ratio and A the advantage of a token. If `dual` is a number c, the loss of a token with a
+    negative advantage is at most c |A| (Ye et al. 2020, eq. 5).
     """
     plain_M = ratio_M * advantage_M
     held_M = ratio_M.clamp(1 - part.low, 1 + part.high) * advantage_M

@@ -232,7 +232,7 @@ class GroupRollout:
         return trajectories
 
     def _leave_out(self, episode: PlayedEpisode, unjudged: Score) -> bool:
-        """Return whether an unjudged response is left out of its group; if not, record why the group is given up."""
+        """Return True if an unjudged response is left out of its group; else record why the group is discarded."""
         limits, why = self.ports.limits, unjudged.reason
         self._left_out += 1
         judged = limits.group_size - self._left_out

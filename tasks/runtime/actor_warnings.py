@@ -1,11 +1,12 @@
 """Collects the warnings of a Ray actor's process, from Python's `logging` and `warnings`, for the actor's status.
 
 If several warnings within `AGAIN_SECONDS` differ only in numbers, only the first one is stored. At most `KEPT` warnings
-of a process are stored within `AGAIN_SECONDS`. A child process sends its warnings to the actor that started it.
+of a process are stored within `AGAIN_SECONDS`. Reward workers and learner ranks send their warnings to the actor that
+started them.
 
     child process of an actor --one datagram per text--> the actor's process
 
-Child processes never wait: a warning is lost if the socket has no room for it.
+A child process never waits for the actor: a warning is lost if the socket has no room for it.
 """
 
 from __future__ import annotations

@@ -104,7 +104,9 @@ class ChoiceReward(RewardBase):
 
 class RegexReward(RewardBase):
     kind: Literal["regex"] = Field(
-        "regex", description="compares the response with a regular expression; a matching response is right"
+        "regex",
+        description="compares the response with a regular expression, or the text of a group of the regular expression "
+        "with the reference answer",
     )
     pattern: str | None = Field(
         None,

@@ -39,7 +39,7 @@ class Programs:
         codes: dict[int, int] = {}
         if self.first:
             os.kill(self.first, signal.SIGKILL)
-        while self.first and self.first not in codes:  # the first process ends after all others
+        while self.first and self.first not in codes:  # wait for the first process, which ends after all others
             pid, status = os.waitpid(-1, WALL)
             codes[pid] = os.waitstatus_to_exitcode(status)
         if self._holder in codes:

@@ -23,7 +23,7 @@ from rollflow.tasks.scorers.code.guest import is_public, open_channel, read_modu
 BEGIN = "# --- the code in the sandbox"
 # --- the code in the sandbox
 FILE = "test_solution.py"  # name of the test file
-# The result comes from `PytestResults` alone, and `assert` is not rewritten, so that no value is compared twice.
+# pytest does not rewrite `assert`: a rewritten statement compares two values again to explain their difference.
 OPTIONS = [
     *("--assert=plain", "--disable-plugin-autoload", "-p", "no:terminal", "-p", "no:cacheprovider"),
     *("-p", "no:faulthandler", "-p", "no:doctest", "-p", "no:pastebin", FILE),
