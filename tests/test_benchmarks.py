@@ -100,6 +100,7 @@ PARTS = {  # that a benchmark above runs, or a test of their own
     "report": "bias",
     "reward_places": "rewards",
     "reward_schedule": "rewards",
+    "long_answers": "time_to_reward",
     "reward_task": "time_to_reward",
     "reward_trl": "time_to_reward",
     "stability": "stale",
