@@ -78,6 +78,7 @@ kind = "grpo"
 QUESTIONS, DIGITS = 256, 5
 LIMITS = (1, 2, 4, 8)  # largest numbers of drafted tokens
 AGES = (2, 4, 8, 32)  # upper ends of the ranges of ages, in versions
+AT_ONCE = (1, 8, 64, 512)  # numbers of requests that run on vLLM at the same time
 LENGTH_AIM, SPEED_AIM = 2.1, 1.5
 SIDES = ("none", "ngram", "suffix")
 Drafter = Callable[[int], Sequence[int]]  # number of read tokens -> drafted tokens
@@ -215,12 +216,24 @@ def follow_ngrams(prompt: bytes, tokens: Sequence[int], most: int) -> Drafter:
 async def measure_engines(
     context: RunContext, batches: Sequence[tuple[int, list[PastResponse]]], turns: int, *, seeded: bool
 ) -> list[Row]:
-    """Measure the tokens a second of each side, in turns."""
+    """Measure each side with several numbers of requests at once."""
     newest = context.policies.newest()
     seen = {prompt for _, rows in batches[:-1] for prompt, _ in rows}
     asked = [prompt for prompt, _ in batches[-1][1] if prompt in seen]
     engines = {kind: await start(context, kind, newest, seeded=seeded) for kind in SIDES}
     await engines["suffix"].remember([row for _, rows in batches[:-1] for row in rows])
+    found: list[Row] = []
+    for count in AT_ONCE:
+        found += await measure_load(engines, asked[:: max(1, len(asked) // count)][:count], context, turns)
+    for engine in engines.values():
+        await engine.close()
+    return found
+
+
+async def measure_load(
+    engines: dict[str, VllmEngine], asked: Sequence[bytes], context: RunContext, turns: int
+) -> list[Row]:
+    """Measure the tokens a second of each side, in turns, with a number of requests at once."""
     speeds: dict[str, list[float]] = {kind: [] for kind in SIDES}
     drafts: dict[str, DraftCounts] = {kind: DraftCounts() for kind in SIDES}
     for turn in range(turns + 1):
@@ -230,8 +243,6 @@ async def measure_engines(
             if turn:  # the first turn warms up
                 speeds[kind].append(sum(len(one.tokens) for one in made) / (time.perf_counter() - began))
                 drafts[kind] += sum((one.drafts for one in made), DraftCounts())
-    for engine in engines.values():
-        await engine.close()
     return [row for kind in SIDES for row in compare(kind, speeds, drafts[kind], len(asked))]
 
 
