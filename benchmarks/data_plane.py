@@ -6,6 +6,7 @@
     serialisation       records -> Arrow file, Arrow file -> columns        vs   pickle, JSON lines, torch.save
     publish             tensors -> shards, hashed, durable, entry           vs   durable write of one such file
     pull                checked local folder, tensors loaded                vs   durable copy of that file
+    distant             a version as deltas through a slow store            vs   the same version whole
 
 The two sides take turns. A ratio is the other side's time divided by rollflow's time, as the median over the turns. So
 a ratio of 1 means equally fast, and a ratio above 1 means that rollflow is faster. Both sides write to the same disk
@@ -363,12 +364,19 @@ def copied(source: Path, target: Path) -> None:
     named(target)
 
 
+def distant(count: int, folder: Path) -> list[Row]:
+    """Measure publish and fetch of a version whole and as deltas, through a store at 30 ms and 1 Gbit/s."""
+    from benchmarks.delta_weights import measure_drawn
+
+    return list(measure_drawn(folder, count))
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="small sizes, one turn: shows that it runs")
     parser.add_argument("--turns", type=int, default=5, help="of which the median is taken")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--only", choices=["batches", "serialisation", "channel", "weights"])
+    parser.add_argument("--only", choices=["batches", "serialisation", "channel", "weights", "distant"])
     options = parser.parse_args()
     turns = 1 if options.quick else options.turns
     many, payloads = (QUICK["trajectories"], QUICK["payloads"]) if options.quick else (TRAJECTORIES, PAYLOADS)
@@ -380,6 +388,7 @@ def main() -> None:
             "serialisation": lambda: serialisation(many, turns),
             "channel": lambda: channel(payloads, turns, folder),
             "weights": lambda: weights(sizes, turns, folder),
+            "distant": lambda: distant(10**5 if options.quick else 10**8, folder),
         }
         rows = [row for key, section in sections.items() if options.only in (None, key) for row in section()]
     publish(rows, "data plane: ratios to the plain way, more is better", options.json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
@@ -63,21 +63,17 @@ def _check_kept(context: RunContext, version: PolicyVersion) -> None:
     can be exported.
     """
     stored = set(context.store.list("policies"))
-    if _has_weights(stored, version):
+    policies = context.policies
+    if policies.has_weights(version, stored.__contains__):
         return
     numbers = sorted({int(path.split("/")[1]) for path in stored if "/weights/" in path})
-    newest = context.policies.newest()
-    whole = [v for v in numbers if v <= newest and _has_weights(stored, context.policies.find(v))]
+    newest = policies.newest()
+    whole = [v for v in numbers if v <= newest and policies.has_weights(policies.find(v), stored.__contains__)]
     raise ConfigError(
         f"version {version.number}: the weights of this version were deleted; run {context.run_id!r} "
         f"still has the weights of versions {', '.join(map(str, whole)) or 'none'} (see store.keep_every "
         "and store.keep_last)"
     )
-
-
-def _has_weights(stored: Set[str], version: PolicyVersion) -> bool:
-    """Return whether `stored`, the paths of stored objects, contains all weight files of the policy version."""
-    return all(one.path in stored for one in version.weights)
 
 
 def _read_policy_files(context: RunContext) -> dict[str, bytes]:

@@ -18,9 +18,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+from rollflow.storage.deltas.chain import FileChain, check_object, find_chain, write_file
+from rollflow.storage.deltas.update_folder import link_deltas
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import Body, Entry, Pruned, VersionPublished
 from rollflow.storage.log.lineage import find_version
@@ -31,7 +35,7 @@ from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
 from rollflow.storage.objects.disk import map_file, sha256_of
 from rollflow.storage.objects.node_cache import HeldFolder, NodeCache
-from rollflow.storage.records import StoredObject
+from rollflow.storage.records import DELTA, StoredObject
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,6 +59,7 @@ class PolicyVersion:
     probe: tuple[float, ...]  # log-probs (nats) of the run's `probe_tokens` under these weights
     metrics: Mapping[str, float]
     code_version: str
+    deltas: tuple[StoredObject, ...] = ()  # deltas that are stored in place of whole weight files
 
     @classmethod
     def of(cls, entry: Entry) -> PolicyVersion:
@@ -62,12 +67,21 @@ class PolicyVersion:
         body = entry.body
         assert isinstance(body, VersionPublished)
         fields = (body.batch_entry, body.weights, body.state, body.probe, body.metrics, body.code_version)
-        return cls(body.number, entry.n, entry.claim, entry.at, *fields)
+        return cls(body.number, entry.n, entry.claim, entry.at, *fields, body.deltas)
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
-        """The stored objects of the policy version: the weights and the learner's state."""
+        """The files of the policy version: the weights and the learner's state."""
         return (*self.weights, *self.state)
+
+    @property
+    def stored_weights(self) -> tuple[StoredObject, ...]:
+        """The stored objects that hold the weights: for each weight file its delta, or the whole file."""
+        return tuple(self.find_delta(stored) or stored for stored in self.weights)
+
+    def find_delta(self, stored: StoredObject) -> StoredObject | None:
+        """Return the delta from which a weight file is rebuilt; None if the file is stored whole."""
+        return next((delta for delta in self.deltas if delta.path == stored.path + DELTA), None)
 
     @property
     def sha256(self) -> str:
@@ -133,7 +147,10 @@ class PolicyStore:
         """
         released = self.log.state.releasable
         waiting = dict.fromkeys(version for version, kind in released if kind == "weights")
-        used = {v for v, is_used in zip(waiting, map_concurrently(self._in_use, waiting), strict=True) if is_used}
+        in_use = zip(waiting, map_concurrently(self._in_use, waiting), strict=True)
+        # the weights of a version in use may be rebuilt from those of earlier versions
+        first = self.retention.full_before
+        used = {n for version, is_used in in_use if is_used for n in range(first(version), version + 1)}
         free = [(version, kind) for version, kind in released if kind == "state" or version not in used]
         found = {one: paths for one in free if (paths := self._paths_of(*one)) is not None}
         if objects := tuple(found):
@@ -146,7 +163,7 @@ class PolicyStore:
             found = self.find(version)
         except (Missing, Corrupt):
             return None
-        return [stored.path for stored in (found.weights if kind == "weights" else found.state)]
+        return [stored.path for stored in ((*found.weights, *found.deltas) if kind == "weights" else found.state)]
 
     # --- what there is ------------------------------------------------------------------------------------------
 
@@ -177,12 +194,15 @@ class PolicyStore:
     # --- what it consists of ------------------------------------------------------------------------------------
 
     def read(self, stored: StoredObject) -> memoryview:
-        """Read a stored object and check its hash against the log entry that names the object; a local object is
+        """Read a file of a policy version and check its hash against the log entry that names the file; a local file is
         memory-mapped.
 
         Raises:
-            Corrupt: the stored object is missing, or its hash differs from the hash in the log entry.
+            Corrupt: an object that is needed is missing, or the hash of the file differs from that in the log entry.
         """
+        if (chain := self._find_chain(stored)).links:
+            with TemporaryDirectory() as folder:
+                return map_file(write_file(self.store, chain, Path(folder, "file")))
         local = self.store.local_path(stored.path)
         try:
             data = map_file(local) if local is not None else memoryview(self.store.get(stored.path))
@@ -192,74 +212,117 @@ class PolicyStore:
         return data
 
     def file(self, stored: StoredObject, folder: Path) -> Path:
-        """Return a local file of a stored object, checked against the log entry: the store's own file, or a copy in
-        `folder`.
+        """Return a local copy of a file of a policy version, checked against the log entry: the store's own file, or a
+        file in `folder`.
 
         Raises:
-            Corrupt: the stored object is missing, or its hash differs from the hash in the log entry.
+            Corrupt: an object that is needed is missing, or the hash of the file differs from that in the log entry.
         """
-        path = self.store.local_path(stored.path)
+        path, chain = self.store.local_path(stored.path), self._find_chain(stored)
+        if path is None or chain.links:
+            return write_file(self.store, chain, folder / stored.path.replace("/", "-"))
         try:
-            if path is not None:
-                sha256 = sha256_of(path)
-            else:
-                path = folder / stored.path.replace("/", "-")
-                sha256 = self.store.fetch(stored.path, path)
+            sha256 = sha256_of(path)
         except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
         _check(stored, path.stat().st_size, sha256)
         return path
 
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
-        """Return a local folder with the safetensors files of a policy version: the store's own folder, or a fetched
-        copy.
+        """Return a local folder with the safetensors files of a policy version: the store's own folder, or a copy.
 
         Each machine checks the hashes of the weight files once. The argument `cache` is the cache folder that all
-        processes and runs of a machine share. A fetched copy of the weights is kept until this method is called for
-        another policy version.
+        processes and runs of a machine share. A copy of the weights is kept until this method is called for another
+        policy version. If weights are stored as deltas, the folder contains the deltas, too (see the module
+        `update_folder`), and is made from the folder of an earlier version, if the machine has such a folder.
         """
-        local = self.store.local_path(version.weights[0].path)
-        name = f"{version.number:08d}-{version.sha256[:12]}"
+        local, name = self.store.local_path(version.weights[0].path), _folder_name(version)
         node = NodeCache(cache, self.store.uri, self.store.patience)
         # weight files are used in place; an empty folder in the cache records that their hashes were checked
-        if local is not None:
+        if local is not None and not version.deltas:
             node.hold(name, lambda _: self._check_all(version), lambda _: _is_complete(local.parent, version))
             return local.parent
+        earlier = self._find_cached(node, version)
         self._held = node.hold(
-            name, lambda folder: self.copy_weights(version, folder), lambda f: _is_complete(f, version)
+            name,
+            lambda folder: self._fill_folder(version, folder, earlier),
+            lambda folder: _is_complete(folder, version),
         )
         return self._held.folder
 
     def _check_all(self, version: PolicyVersion) -> None:
         map_concurrently(self.read, version.weights)
 
-    def check_kept(self, version: PolicyVersion) -> None:
-        """Raise `Missing` unless all weight files of the policy version exist in storage; the files are not read."""
-        for stored in version.weights:
-            if not self.store.exists(stored.path):
-                raise Missing(f"there is no object {stored.path}")
+    def _find_cached(self, node: NodeCache, version: PolicyVersion) -> tuple[int, HeldFolder] | None:
+        """Return the newest earlier version whose weight files are in the machine's cache and may lead to `version` by
+        deltas."""
+        while version.deltas:
+            version = self._find_parent(version)
+            if held := node.find(_folder_name(version), partial(_is_complete, version=version)):
+                return version.number, held
+        return None
 
-    def has_weights(self, version: PolicyVersion) -> bool:
-        """Return whether all weight files of a policy version exist in storage; they may have been pruned before
-        `keep_last` was raised."""
-        return all(self.store.exists(stored.path) for stored in version.weights)
+    def _fill_folder(self, version: PolicyVersion, folder: Path, earlier: tuple[int, HeldFolder] | None) -> None:
+        """Write the weight files of a policy version, and the deltas that lead to them, to an empty folder."""
+
+        def written(stored: StoredObject) -> None:
+            chain, target = self._find_chain(stored), folder / Path(stored.path).name
+            if earlier is not None and chain.begins_by(number := earlier[0]):
+                source = earlier[1].folder
+                link_deltas(source, folder, target.name)
+                write_file(self.store, chain.after(number), target, source / target.name, folder)
+            else:
+                write_file(self.store, chain, target, keep=folder)
+
+        map_concurrently(written, version.weights)
+
+    def check_kept(self, version: PolicyVersion) -> None:
+        """Raise `Missing` unless storage has all objects from which the weight files of a policy version are read; the
+        objects are not read."""
+        for stored in version.weights:
+            if not self._is_there(stored, self.store.exists):
+                raise Missing(f"there is no object {stored.path}, or an object from which it is rebuilt")
+
+    def has_weights(self, version: PolicyVersion, exists: Callable[[str], bool] | None = None) -> bool:
+        """Return whether storage has all objects from which the weight files of a policy version are read; they may
+        have been pruned before `keep_last` was raised.
+
+        Args:
+            exists: a function that says whether the object of a path is in storage; by default, storage is asked.
+        """
+        return all(self._is_there(stored, exists or self.store.exists) for stored in version.weights)
+
+    def _is_there(self, stored: StoredObject, exists: Callable[[str], bool]) -> bool:
+        try:
+            objects = self._find_chain(stored).objects
+        except Corrupt:
+            objects = (stored,)
+        return all(exists(one.path) for one in objects) or (len(objects) > 1 and exists(stored.path))
 
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:
-        """Copy the weights of a policy version into a local folder, and check the hashes of the copies.
+        """Copy the weight files of a policy version into a local folder, and check the hashes of the copies.
 
         Raises:
-            Corrupt: a weight file is missing, or its hash differs from the hash in the log entry.
+            Corrupt: an object that is needed is missing, or the hash of a file differs from that in the log entry.
         """
 
         def copied(stored: StoredObject) -> None:
-            file = folder / Path(stored.path).name
-            try:
-                sha256 = self.store.fetch(stored.path, file)
-            except Missing as error:
-                raise Corrupt(f"{stored.path} is missing") from error
-            _check(stored, file.stat().st_size, sha256)
+            write_file(self.store, self._find_chain(stored), folder / Path(stored.path).name)
 
         map_concurrently(copied, version.weights)
+
+    def _find_chain(self, stored: StoredObject) -> FileChain:
+        """Return the stored objects from which a file of a policy version is read."""
+        if self.retention.full_every == 1:
+            return FileChain(stored, stored)
+        version = self.find(int(stored.path.split("/")[1]))
+        return find_chain(version, stored, self._find_parent)
+
+    def _find_parent(self, version: PolicyVersion) -> PolicyVersion:
+        try:
+            return self.find(version.number - 1)
+        except Missing as error:
+            raise Corrupt(f"the weights of version {version.number} have no parent: {error}") from error
 
 
 def put_object(store: ObjectStore, path: str, data: Data) -> StoredObject:
@@ -277,9 +340,11 @@ def map_concurrently(work: Callable[[Item], Result], items: Iterable[Item], move
         return list(pool.map(work, listed))
 
 
-def _check(stored: StoredObject, size: int, sha256: str) -> None:
-    if (size, sha256) != (stored.size, stored.sha256):
-        raise Corrupt(f"{stored.path} does not contain what its entry committed (the sha256 or the size differs)")
+_check = check_object
+
+
+def _folder_name(version: PolicyVersion) -> str:
+    return f"{version.number:08d}-{version.sha256[:12]}"
 
 
 def _is_complete(folder: Path, version: PolicyVersion) -> bool:

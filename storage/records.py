@@ -76,6 +76,9 @@ class StoredObject:
     sha256: str
 
 
+DELTA = ".delta"  # suffix of the path of a stored delta, after the path of the weight file that the delta gives
+
+
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """The progress of each prompt source: `issued[s]` prompts of source s were sent to the engines, and `filtered[s]`

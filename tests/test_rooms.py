@@ -25,10 +25,11 @@ LEARNER_FILES = 8
 # What a room may import of its own house besides itself.
 MAY: dict[str, set[str]] = {
     "storage/objects": {"storage"},
+    "storage/deltas": {"storage", "storage/objects"},
     "storage/run_records": {"storage", "storage/objects"},
     "storage/log": {"storage", "storage/objects"},
-    "storage/audit": {"storage", "storage/log", "storage/objects"},
-    "storage": {"storage/log", "storage/objects"},
+    "storage/audit": {"storage", "storage/deltas", "storage/log", "storage/objects"},
+    "storage": {"storage/deltas", "storage/log", "storage/objects"},
     "tasks": set(),
     "tasks/runtime": set(),
     "tasks/objectives": {"tasks/objectives/prefixes", "tasks/runtime"},

@@ -37,6 +37,7 @@ from rollflow.flows.views.inspect_values import (
 from rollflow.flows.views.progress import trained_domains
 from rollflow.flows.views.progress_blocks import environment_rows, sandbox_rows
 from rollflow.flows.views.turns import TurnPart, describe_logprobs, prompt_tokens, render_part, split_turns
+from rollflow.storage.deltas.chain import name_of
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
 from rollflow.storage.log.lineage import AwaitingTraining, Consumed, list_fates
@@ -51,7 +52,6 @@ from rollflow.storage.run_records.sandbox_figures import read_sandbox_uses
 from rollflow.tasks.rollout.evaluation import read_newest
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.response_reader import ResponseReader
-from rollflow.tasks.run.restore import name_of
 
 SHOWN_REASONS = 3  # Largest number of reasons for unjudged responses that are shown.
 SHOWN = 12  # Largest number of response groups that a list names; further groups are only counted.

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollflow.flows.commands.cli.chosen_run import chosen_run
 from rollflow.flows.commands.cli.exit_codes import FAILED, OK
+from rollflow.storage.deltas.chain import name_of
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.run.restore import ReplayedVersion, name_of, new_learner, restore, train_again
+from rollflow.tasks.run.restore import ReplayedVersion, new_learner, restore, train_again
 
 if TYPE_CHECKING:
     from rollflow.tasks.run.replay_diff import ReplayDistance

@@ -19,11 +19,11 @@ from rollflow.flows.views.progress import RECENT
 from rollflow.flows.views.reward_alarms import SHOWN_PARTS, list_parts
 from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
+from rollflow.storage.deltas.chain import name_of
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.rollout.evaluation import Evaluation, read_evaluations, safe_name
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.run.restore import name_of
 
 Numbers = npt.NDArray[np.float64]
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")

@@ -61,7 +61,8 @@ def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]
     the policy version still exist.
     """
     batch = context.batches.read_commit(version.batch_entry).number if version.batch_entry is not None else None
-    stored = {one.path: context.store.exists(one.path) for one in version.objects}
+    objects = (*version.stored_weights, *version.state)
+    stored = {one.path: context.store.exists(one.path) for one in objects}
     config = context.recorded_at(version.number)
     recorded = {"config_entry": config.entry, "config_sha256": config.sha256}
     return {**asdict(version), "batch": batch, "stored": stored, **recorded}

@@ -28,13 +28,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollflow.storage.audit import checkpoints
 from rollflow.storage.audit.checkpoints import AuditCheckpoint
-from rollflow.storage.audit.commits import check_batch, check_version
+from rollflow.storage.audit.commits import check_batch, check_version, list_prompt_files
+from rollflow.storage.audit.deltas import DeltaChains
 from rollflow.storage.audit.expected import NOTHING, Expected
 from rollflow.storage.audit.expecting import Expecting, OpenSince
 from rollflow.storage.audit.objects import NamedObject, ObjectChecks, ObjectFinding
@@ -129,6 +130,7 @@ class _Audit:
         # maps a version and a kind of its unpruned objects to the log entry that names them, and to the objects
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}
         self.doubts: list[NamedObject] = []
+        self.chains = DeltaChains(store)
         self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
 
     def build_report(self) -> AuditReport:
@@ -191,7 +193,7 @@ class _Audit:
                 self._ask(named, looking)
             case VersionPublished():
                 self._check(entry, counts)
-                self._note_version(entry.body, n, counts)
+                self._note_version(entry, entry.body, counts)
             case BatchVoided() if counts:
                 self.opened.note(self.fold.state)
                 self.report.quarantined.append(f"{entry_path(entry.body.entry)}: {entry.body.why}")
@@ -208,7 +210,7 @@ class _Audit:
             told = f"{body.sources} sources and {len(body.prompts)} pins"
             what = f"the run was created with {told}, but its config has {limits.sources} [[prompts]] sections"
             self.report.add("lineage", entry_path(0), what)
-        for stored in (*self._prompts(body), *body.policy, *body.models):
+        for stored in (*list_prompt_files(body, self.report.add), *body.policy, *body.models):
             self._ask(NamedObject(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:
@@ -249,21 +251,6 @@ class _Audit:
         )
         return 0
 
-    def _prompts(self, body: RunCreated) -> Iterator[StoredObject]:
-        """Yield the prompt files that are stored with the run."""
-        held_out = [pin["held_out"] for pin in body.prompts if isinstance(pin.get("held_out"), Mapping)]
-        sets = [one for pin in body.prompts for one in dict(pin.get("evaluation_sets") or {}).values()]
-        for pin in (*body.prompts, *held_out, *sets):
-            described = pin.get("kept"), pin.get("size"), pin.get("sha256")
-            match described:
-                case (None | "", _, _):
-                    pass
-                case (str(path), int(size), str(sha256)):
-                    yield StoredObject(path, size, sha256)
-                case _:
-                    what = f"the entry describes a prompt file by an invalid path, size and hash: {described!r}"
-                    self.report.add("lineage", entry_path(0), what)
-
     def _check(self, entry: Entry, counts: bool) -> None:
         """Compare a log entry with the run's config, if this log entry and all earlier entries can be trusted."""
         state, body = self.fold.state, entry.body
@@ -278,12 +265,15 @@ class _Audit:
         for kind, what in wrong:
             self.report.add(kind, entry_path(entry.n), what)
 
-    def _note_version(self, body: VersionPublished, n: int, counts: bool) -> None:
-        own: dict[Kind, tuple[StoredObject, ...]] = {"weights": body.weights, "state": body.state}
+    def _note_version(self, entry: Entry, body: VersionPublished, counts: bool) -> None:
+        n = entry.n
+        own: dict[Kind, tuple[StoredObject, ...]] = {"weights": body.stored_weights, "state": body.state}
         for kind, objects in own.items():
             # an untrusted log entry must not replace a known policy version
             if counts or (body.number, kind) not in self.objects:
                 self.objects[body.number, kind] = n, objects
+        if counts:
+            self.chains.note(entry)
         if body.batch_entry is not None and counts:
             self.told_left_out[body.batch_entry] = n, body.metrics.get("left_out_responses", 0.0)
             self._settle(body.batch_entry, body.number)
@@ -349,14 +339,22 @@ class _Audit:
             for named in doubts:
                 self._ask(named, looking)
             looking.finish()
-        voided, pruned = self._since() if doubts else (set(), set())
+        limits = self.expecting.limits is not None
+        wrong = [*self.chains.check(lambda version: (version, "weights") in self.objects, finite=limits)]
+        voided, pruned = self._since() if doubts or wrong else (set(), set())
         voided |= {batch for batch, version in self.outcomes.items() if version is None}
         for looked in again:
             named = looked.named
             if not looked.violations:
                 self._take(looked)
+            elif self.chains.is_replaced(named.version, named.stored):
+                self.report.objects += 1
             elif named.entry not in voided and (named.version, named.kind) not in pruned:
                 self.report.violations += looked.violations
+        known = {violation.where for violation in self.report.violations}
+        for version, violation in wrong:
+            if (version, "weights") not in pruned and violation.where not in known:
+                self.report.violations.append(violation)
 
     def _since(self) -> tuple[set[int], set[tuple[int, str]]]:
         """Return the batches that were voided and the objects that were pruned after the audit read the log."""

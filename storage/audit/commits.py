@@ -5,13 +5,13 @@ check only a few config keys, so they may accept entries of a process that ran w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from rollflow.storage.audit.expected import BatchLimits
 from rollflow.storage.audit.report import ViolationKind
-from rollflow.storage.log.entries import BatchCommitted, VersionPublished
+from rollflow.storage.log.entries import BatchCommitted, RunCreated, VersionPublished, entry_path
 from rollflow.storage.log.state import RunState
-from rollflow.storage.records import LEAST_JUDGED, Discard, DiscardReason, GroupKey
+from rollflow.storage.records import LEAST_JUDGED, Discard, DiscardReason, GroupKey, StoredObject
 
 Found = tuple[ViolationKind, str]
 LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
@@ -129,7 +129,7 @@ def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
     tokens.
     """
     own = f"policies/{body.number:08d}/{claim}/"
-    for stored in (*body.weights, *body.state):
+    for stored in (*body.weights, *body.deltas, *body.state):
         if not stored.path.startswith(own):
             yield (
                 "lineage",
@@ -141,3 +141,19 @@ def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
 
 def _name(key: GroupKey) -> str:
     return f"{key.prompt}.{key.attempt}"
+
+
+def list_prompt_files(body: RunCreated, report: Callable[[ViolationKind, str, str], None]) -> Iterator[StoredObject]:
+    """Yield the prompt files that are stored with a run; call `report` for a file that is described invalidly."""
+    held_out = [pin["held_out"] for pin in body.prompts if isinstance(pin.get("held_out"), Mapping)]
+    sets = [one for pin in body.prompts for one in dict(pin.get("evaluation_sets") or {}).values()]
+    for pin in (*body.prompts, *held_out, *sets):
+        described = pin.get("kept"), pin.get("size"), pin.get("sha256")
+        match described:
+            case (None | "", _, _):
+                pass
+            case (str(path), int(size), str(sha256)):
+                yield StoredObject(path, size, sha256)
+            case _:
+                what = f"the entry describes a prompt file by an invalid path, size and hash: {described!r}"
+                report("lineage", entry_path(0), what)

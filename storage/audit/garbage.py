@@ -171,8 +171,8 @@ class _Names:
                 self._name((*policy, *models), None)
             case BatchCommitted(file=file):
                 self._name((file,), None)
-            case VersionPublished(number, weights=weights, state=state):
-                self._name(weights, (number, "weights"))
+            case VersionPublished(number, weights=weights, state=state, deltas=deltas):
+                self._name((*weights, *deltas), (number, "weights"))
                 self._name(state, (number, "state"))
             case Pruned(objects):
                 self.pruned.update(objects)

@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.retention import Kind
-from rollflow.storage.records import Discard, GroupKey, PassRate, StoredObject, UnjudgedResponse
+from rollflow.storage.records import DELTA, Discard, GroupKey, PassRate, StoredObject, UnjudgedResponse
 
 Role = Literal["creator", "supervisor", "scheduler", "learner"]
 
@@ -147,7 +147,13 @@ class BatchVoided:
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
     """Publishes policy version `number`, which was trained on the batch that log entry `batch_entry` committed (None
-    for version 0)."""
+    for version 0).
+
+    The field `weights` names the weight files, with their sizes and hashes. A weight file is stored whole at its path,
+    or as a delta, which `deltas` lists. The path of a delta is the path of the weight file and ".delta". The delta is
+    the difference to the file of the same name of policy version `number - 1`. A log entry without deltas is stored
+    without the field `deltas`.
+    """
 
     number: int
     batch_entry: int | None
@@ -156,7 +162,14 @@ class VersionPublished:
     probe: tuple[float, ...] = ()  # log-probs (nats) of the run's `probe_tokens` under these weights
     metrics: Mapping[str, float] = field(default_factory=dict)
     code_version: str = ""
+    deltas: tuple[StoredObject, ...] = ()
     kind: Literal["version-published"] = "version-published"
+
+    @property
+    def stored_weights(self) -> tuple[StoredObject, ...]:
+        """The stored objects that hold the weights: for each weight file its delta, or the whole file."""
+        deltas = {stored.path.removesuffix(DELTA): stored for stored in self.deltas}
+        return tuple(deltas.get(stored.path, stored) for stored in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +262,9 @@ def entry_number(path: str) -> int | None:
 def encode(entry: Entry) -> EncodedEntry:
     """Encode a log entry as bytes; the lists of a large log entry move to a separate index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
-    if not tree["body"].get("unjudged", True):
-        del tree["body"]["unjudged"]  # earlier releases wrote no such field
+    for name in ("unjudged", "deltas"):  # earlier releases wrote no such field
+        if not tree["body"].get(name, True):
+            del tree["body"][name]
     data = seal_tree(tree)
     if len(data) <= LARGEST:
         return EncodedEntry(data)

@@ -63,7 +63,7 @@ from rollflow.storage.log.state import (
     RunState,
     Superseded,
 )
-from rollflow.storage.records import DiscardReason, StoredObject
+from rollflow.storage.records import DELTA, DiscardReason, StoredObject
 
 WRITERS: Mapping[type, tuple[Role, ...]] = {  # the roles that may append each kind of log entry
     RunCreated: ("creator",),
@@ -174,11 +174,11 @@ def _change(s: RunState, body: ConfigChanged) -> None:
     _need(_hash_fixed(body.config) == s.fixed, f"the config keys {', '.join(FIXED)} can never change")
     versions = body.config.get("versions", s.version)
     _need(versions >= s.version, f"the config says versions = {versions}, but version {s.version} is already published")
-    formed, every = s.formed, (s.retention.keep_every, s.retention.state_every)
+    formed, every = s.formed, replace(s.retention, keep_last=1)
     _configure(s, body.config)
     _need(
-        every == (s.retention.keep_every, s.retention.state_every),
-        "the config keys store.keep_every and store.state_every can never change",
+        every == replace(s.retention, keep_last=1),
+        "the config keys store.keep_every, store.state_every and store.full_every can never change",
     )
     for number, batch in s.waiting.items():
         differing = [key for key in FORMED if formed[key] != s.formed[key]]
@@ -210,7 +210,9 @@ def _configure(s: RunState, config: Mapping[str, Any]) -> None:
         f"the config says async_ratio = {alpha:g}, which is not a finite number of 0 or more",
     )
     store = config.get("store", {})
-    known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
+    known = {
+        name: _number(store, name) for name in ("keep_last", "keep_every", "state_every", "full_every") if name in store
+    }
     # engines may still fetch the newest `capacity` policy versions
     rules, capacity = Retention(**known), int(alpha) + 1
     s.alpha, s.group_size, s.formed = (
@@ -218,7 +220,7 @@ def _configure(s: RunState, config: Mapping[str, Any]) -> None:
         _number(config, "group_size"),
         {key: _get(config, key) for key in FORMED},
     )
-    s.retention = Retention(max(rules.keep_last, capacity), rules.keep_every, rules.state_every)
+    s.retention = replace(rules, keep_last=max(rules.keep_last, capacity))
 
 
 def _get(config: Mapping[str, Any], key: str) -> object:
@@ -344,10 +346,22 @@ def _publish(s: RunState, body: VersionPublished) -> None:
         for group in batch.groups if s.redraws else ():
             s.redraws.pop(group.prompt, None)
     stateful = bool(body.state) or not s.retention.stores_state(number)
+    _check_deltas(s, body)
     _need(stateful, f"version {number} must store the learner's state, because store.state_every requires it")
     s.version, s.published, s.not_finite = number, s.n, 0
     s.held[number] = dict.fromkeys(KINDS if body.state else KINDS[:1], s.n)
     _forget_kept(s)
+
+
+def _check_deltas(s: RunState, body: VersionPublished) -> None:
+    """Check that each delta belongs to a weight file, and that a full version has no delta."""
+    number, paths = body.number, [stored.path for stored in body.deltas]
+    known = {stored.path + DELTA for stored in body.weights}
+    _need(
+        known.issuperset(paths) and len({*paths}) == len(paths), f"version {number} has a delta without a weight file"
+    )
+    full = s.retention.full_before(number) == number
+    _need(not (paths and full), f"version {number} must store its weights whole, because store.full_every requires it")
 
 
 def _prune(s: RunState, body: Pruned) -> None:

@@ -86,6 +86,13 @@ class NodeCache:
                 f"the cache folder {self._cache} cannot be used now ({error.strerror or error})"
             ) from error
 
+    def find(self, name: str, whole: Callable[[Path], bool]) -> HeldFolder | None:
+        """Return the cached folder `name` if the folder exists and `whole` returns true, else None."""
+        try:
+            return _present(self._mine / name, whole)
+        except OSError:
+            return None
+
     def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
         if held := _present(folder, whole):
             return held

@@ -28,6 +28,7 @@ import pyarrow as pa
 import ray
 
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.deltas.parent import ParentWeights
 from rollflow.storage.errors import Corrupt, Missing, NotFinite, Stale, StoreFailed, Unreachable
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Writer
@@ -44,7 +45,7 @@ from rollflow.tasks.actors.ranks import rank_hosts
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.actors.turn_metrics import compute_turn_metrics
 from rollflow.tasks.learners.base import AGAIN, Learner
-from rollflow.tasks.learners.checkpoint.sharded_files import stage_files
+from rollflow.tasks.learners.checkpoint.sharded_files import copy_parent, stage_files, stage_weights
 from rollflow.tasks.learners.distributed.rank_protocol import NEAR
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, claim
@@ -188,6 +189,7 @@ class LearnerActor:
         tracking = self.config.tracking
         self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, LEARNER)
         self.policies, self.batches = self.context.policies, self.context.batches
+        self._parent = ParentWeights(self.policies.retention.full_every)
         if self.config.train.ranks > 1:
             self.cpu = CpuClock(LEARNER, "learner ranks")
         self.version = self.policies.newest()
@@ -242,8 +244,8 @@ class LearnerActor:
     def _restore(self, newest: int) -> None:
         self.phase = LearnerPhase.RESTORING
         self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._step)
-        self.reached = newest
-        self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
+        copy_parent(self._parent, newest, self.learner.weights(), self.policies.find(newest).weights)
+        self.reached, self.phase, self.note = newest, LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
         """Return batch `number`, verified against the log, and the number of its log entry.
@@ -334,13 +336,11 @@ class LearnerActor:
         found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
 
         def publish() -> None:
-            weight_objects, state_objects = (
-                stage_files(self.policies, self.writer, version, files) for files in (weights, state)
-            )
+            stored = stage_weights(self.policies, self.writer, version, weights, self._parent)
+            state_objects = stage_files(self.policies, self.writer, version, state)
             logged, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
-            self.policies.publish(
-                self.writer, VersionPublished(version, batch_entry, weight_objects, state_objects, probe, logged, code)
-            )
+            fields = (state_objects, probe, logged, code, stored.deltas)
+            self.policies.publish(self.writer, VersionPublished(version, batch_entry, stored.weights, *fields))
             self._metrics = logged
             self._note_published(version)
             self._record_spans(version, batch_entry, logged)

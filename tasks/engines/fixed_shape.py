@@ -36,6 +36,7 @@ from transformers.initialization import no_init_weights
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
+from rollflow.tasks.engines.changed_elements import load_changes
 from rollflow.tasks.engines.runnable import find_hindrance
 from rollflow.tasks.engines.stop_strings import StopWatch, watch_stops
 from rollflow.tasks.policies.attention import choose_attention
@@ -227,9 +228,17 @@ class FixedShapeSampler:
                     ended.append(row)
         return [row.build_generation(StopReason.ABORTED) for row in ended]
 
-    def load(self, weights: Path) -> None:
-        """Replace the model's weights. The KV cache of running requests is computed again in the next generation
-        steps."""
+    def load(self, weights: Path, before: int = -1, after: int = -1) -> None:
+        """Replace the weights of policy version `before` by those of version `after`. If the folder says which elements
+        changed, only those are loaded. The KV cache of running requests is computed again in the next generation steps.
+        """
+        if not load_changes(dict(self._model.named_parameters()), weights, before, after):
+            self._load_all(weights)
+        for group in self._list_groups():
+            for _, row in group.taken:
+                row.fed = 0
+
+    def _load_all(self, weights: Path) -> None:
         files = sorted(weights.glob("*.safetensors"))
         stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
         with torch.no_grad():
@@ -237,9 +246,6 @@ class FixedShapeSampler:
                 if name not in stored or stored[name].shape != parameter.shape:
                     raise Corrupt(f"{weights} has no tensor {name} of shape {tuple(parameter.shape)}")
                 parameter.copy_(stored[name])
-        for group in self._list_groups():
-            for _, row in group.taken:
-                row.fed = 0
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:

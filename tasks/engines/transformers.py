@@ -43,6 +43,7 @@ class TransformersEngine:
         self._folder = policy_folder
         self._dtype = dtype
         self._version = -1
+        self._loaded = -1  # policy version of the model's weights; -1 while weights are loaded
         self._suspended = False
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
@@ -104,8 +105,9 @@ class TransformersEngine:
         pass  # the weights are on this node already
 
     async def update(self, version: int, weights: Path) -> None:
-        await self._on_thread(lambda: self._sampler.load(weights))
-        self._version = version
+        before, self._loaded = self._loaded, -1  # after a failure, all weights are loaded
+        await self._on_thread(lambda: self._sampler.load(weights, before, version))
+        self._version = self._loaded = version
 
     async def resume(self) -> None:
         self.check()

@@ -43,6 +43,7 @@ class StoreConfig(Section):
         "uri": "the run is stored in this store",
         "keep_every": "this key has already decided which versions are kept",
         "state_every": "this key has already decided which versions store the learner's state",
+        "full_every": "this key has already decided which versions are stored whole",
         "keep_prompts_bytes": "this key decided at the run's start which prompt files are stored",
     }
 
@@ -64,6 +65,12 @@ class StoreConfig(Section):
         gt=0,
         description="number n: the learner's state (the optimizer's moments) is stored with every n-th policy "
         "version; after a crash of the learner, the policy versions after the newest stored state are trained again",
+    )
+    full_every: int = Field(
+        1,
+        gt=0,
+        description="number n: the weights of every n-th policy version are stored whole, and the other weights as the "
+        "difference to the version before, if this is much smaller; 1: all weights are stored whole",
     )
     keep_prompts_bytes: int = Field(
         2**28,

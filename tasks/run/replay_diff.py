@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rollflow.storage.deltas.chain import name_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
-from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
+from rollflow.tasks.run.restore import ReplayedVersion, list_files
 
 # largest accepted L2 norm of the difference between replayed and published tensors, relative to the train step
 SHARE = 0.1

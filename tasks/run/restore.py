@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.deltas.chain import name_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects import Data
@@ -179,11 +180,6 @@ def list_files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
     """
     weights, rest = learner.weights(), learner.state() if state else {}
     return GatheredFiles([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
-
-
-def name_of(stored: StoredObject) -> str:
-    """Return the name under which an object of a policy version was stored (`policies/<version>/<claim>/<name>`)."""
-    return stored.path.split("/", 3)[3]
 
 
 def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[int, dict[int, list[StoredObject]]]:

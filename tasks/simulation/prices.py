@@ -131,7 +131,8 @@ def _storage_month(price: StoragePrice, config: RunConfig, alpha: float) -> floa
     policy versions.
     """
     store, last = config.store, config.versions
-    retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every)
+    # the size of a delta is unknown, so all kept weights count as whole
+    retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every, store.full_every)
     sizes: dict[Kind, float] = {"weights": price.weights_gb, "state": price.state_gb}
     versions = {kind: sum(retention.is_needed(kind, version, last) for version in range(last + 1)) for kind in sizes}
     return price.gb_month * sum(size * versions[kind] for kind, size in sizes.items())

@@ -73,6 +73,7 @@ class Run(RuleBasedStateMachine):
         keep_last=st.integers(1, 3),
         keep_every=st.integers(1, 5),
         state_every=st.integers(1, 3),
+        full_every=st.integers(1, 4),
         solved_every=st.sampled_from([1, 2, 2]),
         every=st.integers(2, 7),
         largest=st.sampled_from([700, 1 << 18]),

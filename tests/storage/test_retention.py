@@ -9,7 +9,7 @@ import pytest
 from rollflow.storage.log.retention import KINDS, Retention
 
 LONG = 30  # versions
-RULES = [Retention(*rules) for rules in product((1, 2, 3, 5), (1, 2, 3, 4, 7), (1, 2, 3, 5))]
+RULES = [Retention(*rules) for rules in product((1, 2, 3, 5), (1, 2, 3, 4, 7), (1, 2, 3, 5), (1, 2, 4, 7))]
 
 
 def kept(rules: Retention, latest: int) -> set[int]:
@@ -23,13 +23,20 @@ def bases(rules: Retention, latest: int) -> set[int]:
     return {max(range(0, version, rules.state_every)) for version in kept(rules, latest) if version}
 
 
+def with_parents(rules: Retention, versions: set[int]) -> set[int]:
+    """Return the versions, and those that their deltas may need: all back to the newest full version."""
+    return {v for last in versions for v in range(last - last % rules.full_every, last + 1)}
+
+
 @pytest.mark.parametrize("rules", RULES)
 def test_retention_keeps_versions_and_the_states_to_replay_them(rules: Retention) -> None:
     for latest in range(LONG):
         versions = range(latest + 1)
         states = bases(rules, latest) | {0, latest}
         assert {v for v in versions if rules.keeps(v, latest)} == kept(rules, latest)
-        assert {v for v in versions if rules.is_needed("weights", v, latest)} == kept(rules, latest) | states
+        assert {v for v in versions if rules.is_needed("weights", v, latest)} == with_parents(
+            rules, kept(rules, latest) | states
+        )
         assert {v for v in versions if rules.is_needed("state", v, latest)} == states
 
 
@@ -53,7 +60,7 @@ def test_object_is_deleted_within_a_window_or_kept_forever(rules: Retention) -> 
 
 
 def test_default_retention_matches_a_hand_calculation() -> None:
-    assert Retention() == Retention(keep_last=5, keep_every=10, state_every=1)
+    assert Retention() == Retention(keep_last=5, keep_every=10, state_every=1, full_every=1)
     assert [v for v in range(31) if Retention().is_needed("weights", v, 30)] == [
         0,
         9,

@@ -149,15 +149,18 @@ class Model:
         return {(v, kind) for v, entry in enumerate(self.versions) for kind in kinds if entry["body"][kind]}
 
     def needed(self, whole: Json | None = None) -> set[tuple[int, str]]:
-        """Return the objects that must exist: of kept versions, of start versions within alpha, and of replay bases."""
+        """Return the objects that must exist: of kept versions, of start versions within alpha, of replay bases, and of
+        the versions that their deltas may need."""
         whole = whole or self.config
-        config, latest = {"keep_last": 5, "keep_every": 10, "state_every": 1} | whole.get("store", {}), self.latest
+        config = {"keep_last": 5, "keep_every": 10, "state_every": 1, "full_every": 1} | whole.get("store", {})
+        latest, full = self.latest, config["full_every"]
         kept = {v for v in range(latest + 1) if v > latest - config["keep_last"] or v % config["keep_every"] == 0}
         kept |= {v for v in range(latest + 1) if v >= latest - math.floor(whole["async_ratio"])}
         every = config["state_every"]
         bases = {max(b for b in range(v) if b % every == 0) for v in kept if v > 0}
         states = bases | {0, latest}
-        return {(v, "weights") for v in kept | states} | {(v, "state") for v in states}
+        chains = {v for last in kept | states for v in range(last - last % full, last + 1)}
+        return {(v, "weights") for v in chains} | {(v, "state") for v in states}
 
     def may_be_pruned(self) -> set[tuple[int, str]]:
         """Return the objects that exist but are not needed."""
@@ -221,8 +224,9 @@ class Model:
         need(body["version"] == len(self.versions) and len(body["changes"]) > 0, "from another version on, or nothing")
         need(new.get("versions", self.latest) >= self.latest, "takes a version back")
         need(all(old.get(key) == new.get(key) for key in ("seed", "prompts", "policy")), "what never changes")
-        kept = ({"keep_every": 10, "state_every": 1} | config["store"] for config in (old, new))
-        need(len({(one["keep_every"], one["state_every"]) for one in kept}) == 1, "what was kept for good")
+        fixed = {"keep_every": 10, "state_every": 1, "full_every": 1}
+        kept = (fixed | config["store"] for config in (old, new))
+        need(len({tuple(one[name] for name in fixed) for one in kept}) == 1, "what was kept for good")
         for number, entry in self.waiting.items():
             need(all(_at(old, key) == _at(new, key) for key in FORMED), "a batch waits that was formed otherwise")
             starts = [group[2] for group in entry["body"]["groups"]]

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollflow.storage.deltas.chain import name_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log
@@ -28,7 +29,6 @@ from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.run.restore import name_of
 from rollflow.testing.learners import batch
 from tests.support.described import describe
 from tests.support.tiny_policy import make_policy, make_weights

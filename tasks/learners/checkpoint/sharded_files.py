@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from rollflow.storage.deltas.chain import name_of
+from rollflow.storage.deltas.parent import ParentWeights, StoredWeights
 from rollflow.storage.log.run_log import Writer
-from rollflow.storage.objects.base import Data
+from rollflow.storage.objects.base import Data, ObjectStore
 from rollflow.storage.policies import PolicyStore, Put
 from rollflow.storage.records import StoredObject
 
@@ -40,6 +42,25 @@ class GatheredFiles(Mapping[str, Data]):
         return len(self._names)
 
 
+def stage_weights(
+    policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data], parent: ParentWeights
+) -> StoredWeights:
+    """Store the weight files of a policy version before the version is published, as deltas to the version before if
+    this is possible.
+
+    Files that several ranks store are stored whole, because no rank has a copy of the whole weights.
+    """
+    if parent.full_every == 1 or isinstance(files, GatheredFiles):
+        return StoredWeights(stage_files(policies, writer, version, files))
+
+    def put(name: str, store: ObjectStore, path: str) -> StoredObject:
+        return parent.put(version, name, files[name], store, path)
+
+    parent.begin(version)
+    stored = policies.stage(writer, version, files, put=put)
+    return StoredWeights(stored, parent.end(version))
+
+
 def stage_files(
     policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data]
 ) -> tuple[StoredObject, ...]:
@@ -47,3 +68,11 @@ def stage_files(
     if isinstance(files, GatheredFiles):
         return policies.stage(writer, version, files, files.movers, files.put)
     return policies.stage(writer, version, files)
+
+
+def copy_parent(
+    parent: ParentWeights, version: int, files: Mapping[str, Data], published: Iterable[StoredObject]
+) -> None:
+    """Copy the weights of the restored policy version `version`, so that the next version can be stored as deltas."""
+    if not isinstance(files, GatheredFiles):
+        parent.take(version, files, {name_of(stored): stored for stored in published})

@@ -1,0 +1,181 @@
+"""Rebuilds a weight file from a whole file of an earlier policy version and the deltas of the versions since.
+
+    whole file of version 8 --delta of 9--> --delta of 10--> --delta of 11--> file of version 11, checked by its sha256
+
+The whole file is copied, and the deltas change the copy in place, memory-mapped, so the memory of a process holds only
+the deltas. The sha256 of the result, which the log entry of the version contains, proves the whole chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from rollflow.storage.deltas.delta_file import read_delta
+from rollflow.storage.deltas.update_folder import keep_delta
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.objects.base import ObjectStore
+from rollflow.storage.objects.disk import map_file, sha256_of
+from rollflow.storage.records import StoredObject
+
+
+class VersionWithDeltas(Protocol):
+    """A published policy version, some of whose weight files may be stored as deltas."""
+
+    @property
+    def number(self) -> int:
+        """The number of the policy version."""
+
+    @property
+    def weights(self) -> Sequence[StoredObject]:
+        """The weight files."""
+
+    def find_delta(self, stored: StoredObject) -> StoredObject | None:
+        """Return the delta from which a weight file is rebuilt; None if the file is stored whole."""
+
+
+Version = TypeVar("Version", bound=VersionWithDeltas)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """A delta of a weight file, with the policy version to which the delta leads."""
+
+    version: int
+    delta: StoredObject
+
+
+@dataclass(frozen=True, slots=True)
+class FileChain:
+    """The objects from which a weight file is read: a whole file, and the deltas that change it into `file`."""
+
+    file: StoredObject  # the weight file, as its log entry describes it
+    whole: StoredObject  # the whole file; equal to `file` if the file is stored whole
+    links: tuple[ChainLink, ...] = ()  # in the order in which the deltas are applied
+
+    @property
+    def objects(self) -> tuple[StoredObject, ...]:
+        """All stored objects of the chain."""
+        return (self.whole, *(link.delta for link in self.links))
+
+    def begins_by(self, version: int) -> bool:
+        """Return whether the chain contains the file of policy version `version`."""
+        return bool(self.links) and self.links[0].version <= version + 1
+
+    def after(self, version: int) -> FileChain:
+        """Return the part of the chain that begins with the file of policy version `version`."""
+        return replace(self, links=tuple(link for link in self.links if link.version > version))
+
+
+def find_chain(version: Version, stored: StoredObject, parent_of: Callable[[Version], Version]) -> FileChain:
+    """Return the chain of a weight file of a policy version; `parent_of` returns the version before a version.
+
+    Raises:
+        Corrupt: an earlier version has no weight file of this name.
+    """
+    links, whole = list[ChainLink](), stored
+    while (delta := version.find_delta(whole)) is not None:
+        links.append(ChainLink(version.number, delta))
+        version, name = parent_of(version), name_of(whole)
+        found = next((one for one in version.weights if name_of(one) == name), None)
+        if found is None:
+            raise Corrupt(f"{delta.path} changes the file {name} of version {version.number}, which has no such file")
+        whole = found
+    return FileChain(stored, whole, tuple(reversed(links)))
+
+
+def name_of(stored: StoredObject) -> str:
+    """Return the name under which an object of a policy version was stored (`policies/<version>/<claim>/<name>`)."""
+    return stored.path.split("/", 3)[3]
+
+
+def write_file(
+    store: ObjectStore, chain: FileChain, target: Path, base: Path | None = None, keep: Path | None = None
+) -> Path:
+    """Write the weight file of a chain to the new file `target`, check its sha256, and return `target`.
+
+    The learner stores a whole file in place of a damaged delta, so the whole file is used if the chain is damaged.
+
+    Args:
+        base: a local copy of the file to which the chain's deltas are applied; by default, the chain's whole file is
+            read from the store.
+        keep: the folder in which the deltas are kept, for engines.
+
+    Raises:
+        Corrupt: an object that is needed is missing or damaged.
+    """
+    if not chain.links and base is None:
+        return fetch_object(store, chain.file, target)
+    try:
+        _rebuild(store, chain, target, base, keep)
+    except Corrupt:
+        if not store.exists(chain.file.path):
+            raise
+        fetch_object(store, chain.file, target)
+    return target
+
+
+def fetch_object(store: ObjectStore, stored: StoredObject, target: Path) -> Path:
+    """Copy a stored object to the new local file `target`, check its sha256, and return `target`.
+
+    Raises:
+        Corrupt: the object is missing, or its bytes differ from those that the log entry names.
+    """
+    try:
+        sha256 = store.fetch(stored.path, target)
+    except Missing as error:
+        raise Corrupt(f"{stored.path} is missing") from error
+    check_object(stored, target.stat().st_size, sha256)
+    return target
+
+
+def fetch_delta(store: ObjectStore, stored: StoredObject) -> memoryview:
+    """Read a delta's bytes and check their sha256.
+
+    Raises:
+        Corrupt: the delta is missing, or its bytes differ from those that the log entry names.
+    """
+    local = store.local_path(stored.path)
+    try:
+        data = map_file(local) if local is not None else memoryview(store.get(stored.path))
+    except Missing as error:
+        raise Corrupt(f"{stored.path} is missing") from error
+    check_object(stored, len(data), hashlib.sha256(data).hexdigest())
+    return data
+
+
+def apply_deltas(deltas: Iterable[tuple[StoredObject, memoryview]], target: memoryview) -> None:
+    """Apply deltas, one after the other, to the file `target`; raise `Corrupt` if a delta does not fit the file."""
+    for stored, data in deltas:
+        try:
+            read_delta(data).apply(target)
+        except ValueError as error:
+            raise Corrupt(f"{stored.path} cannot be applied: {error}") from error
+
+
+def check_object(stored: StoredObject, size: int, sha256: str) -> None:
+    """Raise `Corrupt` unless an object has the size and the sha256 that its log entry names."""
+    if (size, sha256) != (stored.size, stored.sha256):
+        raise Corrupt(f"{stored.path} does not contain what its entry committed (the sha256 or the size differs)")
+
+
+def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | None, keep: Path | None) -> None:
+    deltas = [(link, fetch_delta(store, link.delta)) for link in chain.links]
+    local = base or store.local_path(chain.whole.path)
+    if local is None:
+        fetch_object(store, chain.whole, target)
+    else:
+        try:
+            shutil.copyfile(local, target)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{chain.whole.path} is missing") from error
+    with open(target, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped, memoryview(mapped) as view:
+        apply_deltas(((link.delta, data) for link, data in deltas), view)
+    check_object(chain.file, target.stat().st_size, sha256_of(target))
+    for link, data in deltas if keep else ():
+        keep_delta(keep, link.version, target.name, data)
