@@ -23,8 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from rollflow.storage.deltas.chain import FileChain, check_object, find_chain, write_file
-from rollflow.storage.deltas.update_folder import link_deltas
+from rollflow.storage.deltas.chain import CachedFile, FileChain, check_object, find_chain, write_file
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import Body, Entry, Pruned, VersionPublished
 from rollflow.storage.log.lineage import find_version
@@ -208,7 +207,7 @@ class PolicyStore:
             data = map_file(local) if local is not None else memoryview(self.store.get(stored.path))
         except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
-        _check(stored, len(data), hashlib.sha256(data).hexdigest())
+        check_object(stored, len(data), hashlib.sha256(data).hexdigest())
         return data
 
     def file(self, stored: StoredObject, folder: Path) -> Path:
@@ -225,7 +224,7 @@ class PolicyStore:
             sha256 = sha256_of(path)
         except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
-        _check(stored, path.stat().st_size, sha256)
+        check_object(stored, path.stat().st_size, sha256)
         return path
 
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
@@ -266,13 +265,9 @@ class PolicyStore:
         """Write the weight files of a policy version, and the deltas that lead to them, to an empty folder."""
 
         def written(stored: StoredObject) -> None:
-            chain, target = self._find_chain(stored), folder / Path(stored.path).name
-            if earlier is not None and chain.begins_by(number := earlier[0]):
-                source = earlier[1].folder
-                link_deltas(source, folder, target.name)
-                write_file(self.store, chain.after(number), target, source / target.name, folder)
-            else:
-                write_file(self.store, chain, target, keep=folder)
+            name = Path(stored.path).name
+            cached = CachedFile(earlier[0], earlier[1].folder / name) if earlier else None
+            write_file(self.store, self._find_chain(stored), folder / name, cached, folder)
 
         map_concurrently(written, version.weights)
 
@@ -338,9 +333,6 @@ def map_concurrently(work: Callable[[Item], Result], items: Iterable[Item], move
         return [work(item) for item in listed]
     with ThreadPoolExecutor(movers) as pool:
         return list(pool.map(work, listed))
-
-
-_check = check_object
 
 
 def _folder_name(version: PolicyVersion) -> str:

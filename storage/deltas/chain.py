@@ -8,6 +8,7 @@ the deltas. The sha256 of the result, which the log entry of the version contain
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rollflow.storage.deltas.delta_file import read_delta
-from rollflow.storage.deltas.update_folder import keep_delta
+from rollflow.storage.deltas.update_folder import keep_delta, link_deltas
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import map_file, sha256_of
@@ -72,6 +73,14 @@ class FileChain:
         return replace(self, links=tuple(link for link in self.links if link.version > version))
 
 
+@dataclass(frozen=True, slots=True)
+class CachedFile:
+    """A local copy of the weight file of policy version `version`."""
+
+    version: int
+    path: Path
+
+
 def find_chain(version: Version, stored: StoredObject, parent_of: Callable[[Version], Version]) -> FileChain:
     """Return the chain of a weight file of a policy version; `parent_of` returns the version before a version.
 
@@ -95,29 +104,32 @@ def name_of(stored: StoredObject) -> str:
 
 
 def write_file(
-    store: ObjectStore, chain: FileChain, target: Path, base: Path | None = None, keep: Path | None = None
+    store: ObjectStore, chain: FileChain, target: Path, earlier: CachedFile | None = None, keep: Path | None = None
 ) -> Path:
     """Write the weight file of a chain to the new file `target`, check its sha256, and return `target`.
 
-    The learner stores a whole file in place of a damaged delta, so the whole file is used if the chain is damaged.
-
     Args:
-        base: a local copy of the file to which the chain's deltas are applied; by default, the chain's whole file is
-            read from the store.
+        earlier: the file of an earlier policy version, from which the file is rebuilt if the chain contains it.
         keep: the folder in which the deltas are kept, for engines.
 
     Raises:
         Corrupt: an object that is needed is missing or damaged.
     """
-    if not chain.links and base is None:
+    if not chain.links:
         return fetch_object(store, chain.file, target)
+    if earlier is not None and chain.begins_by(earlier.version):
+        with contextlib.suppress(Corrupt):  # the earlier file may have been damaged since its sha256 was checked
+            _rebuild(store, chain.after(earlier.version), target, earlier.path, keep)
+            if keep is not None:
+                link_deltas(earlier.path.parent, keep, target.name)
+            return target
     try:
-        _rebuild(store, chain, target, base, keep)
+        return _rebuild(store, chain, target, None, keep)
     except Corrupt:
+        # the learner stores a whole file in place of a damaged delta
         if not store.exists(chain.file.path):
             raise
-        fetch_object(store, chain.file, target)
-    return target
+        return fetch_object(store, chain.file, target)
 
 
 def fetch_object(store: ObjectStore, stored: StoredObject, target: Path) -> Path:
@@ -126,6 +138,7 @@ def fetch_object(store: ObjectStore, stored: StoredObject, target: Path) -> Path
     Raises:
         Corrupt: the object is missing, or its bytes differ from those that the log entry names.
     """
+    target.unlink(missing_ok=True)  # a rebuild may have failed half-way
     try:
         sha256 = store.fetch(stored.path, target)
     except Missing as error:
@@ -164,7 +177,7 @@ def check_object(stored: StoredObject, size: int, sha256: str) -> None:
         raise Corrupt(f"{stored.path} does not contain what its entry committed (the sha256 or the size differs)")
 
 
-def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | None, keep: Path | None) -> None:
+def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | None, keep: Path | None) -> Path:
     deltas = [(link, fetch_delta(store, link.delta)) for link in chain.links]
     local = base or store.local_path(chain.whole.path)
     if local is None:
@@ -177,5 +190,7 @@ def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | No
     with open(target, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped, memoryview(mapped) as view:
         apply_deltas(((link.delta, data) for link, data in deltas), view)
     check_object(chain.file, target.stat().st_size, sha256_of(target))
-    for link, data in deltas if keep else ():
-        keep_delta(keep, link.version, target.name, data)
+    if keep is not None:
+        for link, data in deltas:
+            keep_delta(keep, link.version, target.name, data)
+    return target

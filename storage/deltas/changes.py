@@ -90,9 +90,10 @@ def decode_steps(found: EncodedChanges, width: int) -> Numbers:
     for n, plane in enumerate(planes):
         if plane:
             folded[:, n] = _decompress(plane, found.changed)
-    numbers = folded.reshape(-1).view(unsigned(width))
+    numbers: Numbers = folded.reshape(-1).view(unsigned(width))
     one = numbers.dtype.type(1)
-    return (numbers >> one) ^ (numbers & one) * numbers.dtype.type(np.iinfo(numbers.dtype).max)
+    steps: Numbers = (numbers >> one) ^ (numbers & one) * numbers.dtype.type(np.iinfo(numbers.dtype).max)
+    return steps
 
 
 def unsigned(width: int) -> np.dtype[np.unsignedinteger]:

@@ -40,6 +40,7 @@ def keep_delta(folder: Path, version: int, file: str, data: memoryview) -> None:
     """Write the delta by which policy version `version` changed the weight file `file` to a folder of weights."""
     path = _path(folder, version, file)
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # the file may be linked in another folder
     path.write_bytes(data)
 
 
@@ -48,7 +49,8 @@ def link_deltas(source: Path, folder: Path, file: str) -> None:
     for delta in (source / FOLDER).glob(f"*/{file}{DELTA}"):
         target = folder / FOLDER / delta.parent.name / delta.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.link(delta, target)
+        if not target.exists():
+            os.link(delta, target)
 
 
 def list_changes(folder: Path, before: int, after: int) -> Iterator[ChangedTensor] | None:

@@ -15,6 +15,7 @@ from threading import Barrier
 import pytest
 
 from rollflow.storage import policies
+from rollflow.storage.deltas import chain
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log
@@ -99,8 +100,9 @@ def test_damaged_cached_weights_are_downloaded_again(tmp_path: Path) -> None:
 def test_weight_files_are_downloaded_once_per_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are hashed during the fetch, and not by later callers; a store's own files are also hashed once."""
     hashed = []
-    check = policies._check
-    monkeypatch.setattr(policies, "_check", lambda *of: (hashed.append(of[0].path), check(*of)))
+    check = chain.check_object
+    for module in (policies, chain):
+        monkeypatch.setattr(module, "check_object", lambda *of: (hashed.append(of[0].path), check(*of)))
     for run in (open_store(f"memory://{uuid.uuid4().hex}"), open_store(str(tmp_path / "run"))):
         version = published(run)
         for _ in range(3):

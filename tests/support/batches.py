@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 from rollflow.storage.log.entries import RunCreated, VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import ObjectStore
@@ -24,8 +27,8 @@ TURN = 3  # the number of prompts issued with each batch: two become its groups,
 def begin(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1, **kept: int) -> None:
     """Create a run and claim the supervisor's role; `kept` are the run's retention rules."""
     config = {"async_ratio": async_ratio, "group_size": SIZE, "store": kept}
-    log = Log(run)
-    log.create(RunCreated("test", config, "0" * 64, sources))
+    log, sha256 = Log(run), hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    log.create(RunCreated("test", config, sha256, sources))
     log.claim("supervisor")
 
 
