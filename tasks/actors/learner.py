@@ -244,7 +244,7 @@ class LearnerActor:
     def _restore(self, newest: int) -> None:
         self.phase = LearnerPhase.RESTORING
         self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._step)
-        copy_parent(self._parent, newest, self.learner.weights(), self.policies.find(newest).weights)
+        copy_parent(self._parent, newest, self.learner.weights, self.policies.find(newest).weights)
         self.reached, self.phase, self.note = newest, LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:

@@ -96,5 +96,5 @@ def restored_parent(policies: PolicyStore) -> ParentWeights:
     if newest >= 0:
         weights = policies.find(newest).weights
         files = {stored.path.split("/", 3)[3]: bytes(policies.read(stored)) for stored in weights}
-        copy_parent(parent, newest, files, weights)
+        copy_parent(parent, newest, lambda: files, weights)
     return parent

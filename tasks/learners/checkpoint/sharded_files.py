@@ -71,8 +71,8 @@ def stage_files(
 
 
 def copy_parent(
-    parent: ParentWeights, version: int, files: Mapping[str, Data], published: Iterable[StoredObject]
+    parent: ParentWeights, version: int, weights: Callable[[], Mapping[str, Data]], published: Iterable[StoredObject]
 ) -> None:
     """Copy the weights of the restored policy version `version`, so that the next version can be stored as deltas."""
-    if not isinstance(files, GatheredFiles):
+    if parent.full_every > 1 and not isinstance(files := weights(), GatheredFiles):
         parent.take(version, files, {name_of(stored): stored for stored in published})
