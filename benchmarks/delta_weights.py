@@ -56,7 +56,11 @@ KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),
 )
-SHAPES = {"tiny": (1000, 128, 512, 2, 2, 2), "0.5B": (151_936, 896, 4864, 24, 14, 2)}  # the values of `KEYS`
+SHAPES = {  # the values of `KEYS`
+    "tiny": (1000, 128, 512, 2, 2, 2),
+    "30M": (16_000, 512, 2048, 6, 8, 2),
+    "0.5B": (151_936, 896, 4864, 24, 14, 2),
+}
 AIMS: Mapping[float, Mapping[str, float]] = {1e-6: {"mean": 80, "best": 130}, 3e-6: {"mean": 40}}
 MOST_APPLY, MOST_STALL = 0.3, 0.05
 CHANGED = 0.007  # fraction of the weights that changes in a drawn version
