@@ -11,14 +11,20 @@ import torch
 
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.deltas.chain import name_of
+from rollflow.storage.deltas.parent import ParentWeights
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
 from rollflow.tasks.engines.transformers import TransformersEngine
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
+from tests.support.batches import begin, learning, scheduling, staged
+from tests.support.delta_weights import publish_weights
 from tests.support.small_run import ALL_ROLES, prepare_small, train_small
+from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_restore import hashes, restored
 
 Prepare = Callable[..., RunContext]
@@ -27,7 +33,7 @@ TRAINS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "roles": ALL_ROLES,
     "ranks": {"ranks": 2},
-    "lora": {"lora": {"rank": 2}, "learning_rate": 1e-3},
+    "lora": {"lora": {"rank": 2}},
     "sharded": {"ranks": 2, "sharded": True},
 }
 
@@ -148,19 +154,37 @@ def _loaded(context: RunContext, version: int) -> FixedShapeSampler:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-async def test_vllm_loads_a_version_that_is_stored_as_deltas(small: Prepare, tmp_path: Path) -> None:
+async def test_vllm_loads_a_version_that_is_stored_as_deltas(tmp_path: Path) -> None:
     """The log-probs are exactly those of the same weights in a folder without deltas."""
-    context = small("small", 10)
-    train_small(context)
-    engine = VllmEngine(VllmEngineConfig(), context.policy_folder, dtype="bfloat16")
+    policies, copy = published_twice(tmp_path), tmp_path / "copy"
+    copy.mkdir()
+    policies.copy_weights(policies.find(1), copy)
+    engine = VllmEngine(VllmEngineConfig(), make_policy(tmp_path / "policy"))
     await engine.start()
     try:
         await engine.suspend("continue")
-        context.policies.copy_weights(context.policies.find(3), tmp_path)
         tokens, found = list(range(3, 40)), []
-        for version, folder in ((0, context.weights(0)), (3, context.weights(3)), (3, tmp_path)):
-            await engine.update(version, folder)
+        for version in range(2):
+            await engine.update(version, policies.weights_folder(policies.find(version), tmp_path / "cache"))
             found.append(await engine.logprobs(tokens))
-        assert found[1] == found[2] != found[0]
+        await engine.update(1, copy)
+        assert await engine.logprobs(tokens) == found[1] != found[0]
     finally:
         await engine.close()
+
+
+def published_twice(folder: Path) -> PolicyStore:
+    """Publish a policy, and the same policy with a few changed weights as deltas."""
+    run = LocalStore(folder / "run")
+    begin(run, full_every=10)
+    (policies, writer), (batches, scheduler), parent = learning(run), scheduling(run), ParentWeights(10)
+    file = make_weights(folder / "weights", seed=0) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    publish_weights(policies, writer, {"weights/model.safetensors": bytes(data)}, parent, 0)
+    batches.commit(scheduler, staged())
+    policies.newest()
+    for place in range(len(data) - 2, len(data) // 2, -400):
+        data[place] ^= 1 << 6
+    version = publish_weights(policies, writer, {"weights/model.safetensors": bytes(data)}, parent, 1)
+    assert len(version.deltas) == 1
+    return policies
