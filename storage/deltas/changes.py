@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.unsignedinteger]
@@ -90,13 +89,13 @@ def decode_steps(found: EncodedChanges, width: int) -> Numbers:
     for n, plane in enumerate(planes):
         if plane:
             folded[:, n] = _decompress(plane, found.changed)
-    numbers: Numbers = folded.reshape(-1).view(unsigned(width))
+    numbers: Numbers = folded.reshape(-1).view(unsigned_type(width))
     one = numbers.dtype.type(1)
     steps: Numbers = (numbers >> one) ^ (numbers & one) * numbers.dtype.type(np.iinfo(numbers.dtype).max)
     return steps
 
 
-def unsigned(width: int) -> np.dtype[np.unsignedinteger]:
+def unsigned_type(width: int) -> np.dtype[np.unsignedinteger]:
     """Return the little-endian unsigned type of `width` bytes."""
     return np.dtype(f"<u{width}")
 
@@ -119,14 +118,18 @@ def _step_planes(steps: Numbers) -> Sequence[NDArray[np.uint8]]:
 
 
 def _compress(data: NDArray[np.uint8]) -> bytes:
-    return bytes(pa.Codec("zstd", LEVEL).compress(data, asbytes=True))
+    from pyarrow import Codec  # imported here, because most processes read no deltas
+
+    return bytes(Codec("zstd", LEVEL).compress(data, asbytes=True))
 
 
 def _decompress(data: bytes, size: int) -> NDArray[np.uint8]:
     """Decompress a stream of exactly `size` bytes; raise `ValueError` if the stream is damaged."""
+    from pyarrow import ArrowException, Codec
+
     try:
-        found = pa.Codec("zstd").decompress(data, size)
-    except (pa.ArrowException, OSError) as error:
+        found = Codec("zstd").decompress(data, size)
+    except (ArrowException, OSError) as error:
         raise ValueError(f"a compressed stream is damaged: {error}") from error
     if len(found) != size:
         raise ValueError(f"a compressed stream contains {len(found)} bytes instead of {size}")

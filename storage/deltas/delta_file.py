@@ -30,7 +30,7 @@ from rollflow.storage.deltas.changes import (
     decode_positions,
     decode_steps,
     encode_changes,
-    unsigned,
+    unsigned_type,
 )
 from rollflow.storage.deltas.elements import divide_file
 
@@ -66,7 +66,7 @@ class DeltaChunk:
         if isinstance(self.changes, bytes):
             target[self.start : self.end] = self.changes
         elif self.changes.changed:
-            elements = np.frombuffer(target, unsigned(self.width), self.count, self.start)
+            elements = np.frombuffer(target, unsigned_type(self.width), self.count, self.start)
             elements[self.positions()] += decode_steps(self.changes, self.width)
 
 
@@ -109,7 +109,7 @@ def encode_delta(before: memoryview, parent: str, after: Sequence[memoryview]) -
     for start, width, part in _cut(after):
         sha256.update(part)
         place = before[start : start + len(part)]
-        old, new = (np.frombuffer(data, unsigned(width)) for data in (place, part))
+        old, new = (np.frombuffer(data, unsigned_type(width)) for data in (place, part))
         changes = encode_changes(old, new)
         if isinstance(changes, EncodedChanges) and not changes.changed:
             continue

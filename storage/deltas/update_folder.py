@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollflow.storage.deltas.changes import Numbers, Positions, unsigned
+from rollflow.storage.deltas.changes import Numbers, Positions, unsigned_type
 from rollflow.storage.deltas.delta_file import DeltaChunk, read_delta
 from rollflow.storage.deltas.elements import TensorPlace, list_tensors
 from rollflow.storage.objects.disk import map_file
@@ -86,7 +86,9 @@ def _split(chunk: DeltaChunk, places: list[TensorPlace], data: memoryview) -> It
         inside = where[np.searchsorted(where, place.start) : np.searchsorted(where, place.end)]
         if len(inside):
             positions = (inside - place.start) // place.width
-            elements = np.frombuffer(data, unsigned(place.width), (place.end - place.start) // place.width, place.start)
+            elements = np.frombuffer(
+                data, unsigned_type(place.width), (place.end - place.start) // place.width, place.start
+            )
             yield ChangedTensor(place.name, place.dtype, positions, elements[positions])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from rollflow.storage.deltas import delta_file
-from rollflow.storage.deltas.changes import decode_positions, decode_steps, encode_changes, unsigned
+from rollflow.storage.deltas.changes import decode_positions, decode_steps, encode_changes, unsigned_type
 from rollflow.storage.deltas.delta_file import MAGIC, MOST_SHARE, encode_delta, read_delta
 from rollflow.storage.deltas.elements import divide_file, list_tensors
 from tests.support.delta_weights import nudged, safetensors
@@ -84,7 +84,7 @@ def test_delta_rebuilds_files_of_any_bytes(before: bytes, data: st.DataObject) -
 @settings(max_examples=60, deadline=None)
 def test_changes_are_exact_for_all_bit_patterns(data: st.DataObject, width: int) -> None:
     """Steps wrap around, so also NaN, infinity and the sign are exact."""
-    numbers = arrays.arrays(unsigned(width), data.draw(st.integers(1, 600)))
+    numbers = arrays.arrays(unsigned_type(width), data.draw(st.integers(1, 600)))
     before, other = data.draw(numbers), data.draw(numbers)
     after = before.copy()
     places = data.draw(st.lists(st.integers(0, len(before) - 1), max_size=len(before) // 3, unique=True))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.audit.garbage import list_orphans, store_clock
-from rollflow.storage.deltas.changes import unsigned
+from rollflow.storage.deltas.changes import unsigned_type
 from rollflow.storage.deltas.delta_file import encode_delta, read_delta
 from rollflow.storage.deltas.elements import list_tensors
 from rollflow.storage.deltas.parent import ParentWeights
@@ -265,7 +265,7 @@ def bits_of(files: Files) -> dict[str, np.ndarray]:
     for name, data in files.items():
         for place in list_tensors(memoryview(data)) if name.endswith(".safetensors") else ():
             count = (place.end - place.start) // place.width
-            found[place.name] = np.frombuffer(data, unsigned(place.width), count, place.start)
+            found[place.name] = np.frombuffer(data, unsigned_type(place.width), count, place.start)
     return found
 
 
