@@ -116,7 +116,7 @@ def test_file_in_which_most_elements_changed_is_stored_whole() -> None:
     assert check_round_trip(b"".join(safetensors(old)), safetensors(new)) is None
 
 
-def test_tensor_in_which_most_elements_changed_is_whole_in_the_delta() -> None:
+def test_tensor_of_which_most_changed_is_whole_in_the_delta() -> None:
     draw = np.random.default_rng(0)
     small, large = (draw.integers(0, 2**16, count, np.uint16) for count in (100, 5000))
     old = {"a": ("BF16", small), "b": ("BF16", large)}
