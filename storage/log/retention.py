@@ -5,9 +5,9 @@ learner's state is kept for the newest version, for version 0, and for the *base
 base of a version is the newest earlier version that stored the learner's state, and its weights are also kept, so that
 a replay can train again from the base. An object that is not needed once is never needed later.
 
-A version whose weights are stored as a delta needs the weights of the version before. With `full_every` = k, the weights
-of every k-th version are stored whole (a *full* version). So the weights of a version are kept together with those of all
-earlier versions down to the newest full version.
+A version whose weights are stored as a delta needs the weights of the version before. With `full_every` = k, the
+weights of every k-th version are stored whole (a *full* version). So the weights of a version are kept together with
+those of all earlier versions down to the newest full version.
 """
 
 from __future__ import annotations
