@@ -19,7 +19,7 @@ from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import raise_missing
-from rollflow.storage.records import StoredObject
+from rollflow.storage.records import DELTA, StoredObject
 
 AT_ONCE = 16  # number of stored objects that are read at a time
 # largest total size, in bytes, of the stored objects that are read at a time; a larger object is read alone
@@ -75,8 +75,9 @@ def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
 
 
 def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
-    """Check that weights are finite. The JSON index of weight files contains no weights, so it is not searched."""
-    if path.endswith(".json"):
+    """Check that weights are finite. The JSON index of weight files contains no weights, so it is not searched. A file
+    that is rebuilt from a delta is searched by the module `deltas`."""
+    if path.endswith((".json", DELTA)):
         return ()
     local = run.local_path(path)
     try:
