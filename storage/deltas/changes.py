@@ -124,7 +124,7 @@ def _compress(data: NDArray[np.uint8]) -> bytes:
 
 
 def _decompress(data: bytes, size: int) -> NDArray[np.uint8]:
-    """Decompress a stream of exactly `size` bytes; raise `ValueError` if the stream is damaged."""
+    """Return the `size` bytes of a compressed stream; raise `ValueError` if the stream is damaged."""
     from pyarrow import ArrowException, Codec
 
     try:
