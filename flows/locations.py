@@ -13,10 +13,11 @@ from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyVersion
-from rollflow.tasks.run.config import RunConfig, StoreConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import cache_in
+from rollflow.tasks.runtime.store_config import StoreConfig
 
 
 def run_home() -> Path:

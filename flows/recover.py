@@ -13,7 +13,7 @@ from prefect import flow, get_run_logger
 from rollflow.flows.keepalive.supervisor_restart import is_up, read_flow_run, restart_supervisor, run_of, run_uri
 from rollflow.flows.registration.prefect_api import call_until_answered
 from rollflow.storage.errors import Unreachable
-from rollflow.tasks.run.config import StoreConfig
+from rollflow.tasks.runtime.store_config import StoreConfig
 
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5

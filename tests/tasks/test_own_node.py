@@ -24,9 +24,10 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
-from rollflow.tasks.run.config import RunConfig, StoreConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.clock import run_virtual
+from rollflow.tasks.runtime.store_config import StoreConfig
 from tests.support.described import describe
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from rollflow.tasks.run.config import RunConfig, StoreConfig
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.store_config import StoreConfig
 from rollflow.tasks.simulation.candidates import Candidate, CandidateOutcome
 from rollflow.tasks.simulation.figures import IdleShares
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
