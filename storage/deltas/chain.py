@@ -99,8 +99,10 @@ def find_chain(version: Version, stored: StoredObject, parent_of: Callable[[Vers
 
 
 def name_of(stored: StoredObject) -> str:
-    """Return the name under which an object of a policy version was stored (`policies/<version>/<claim>/<name>`). A path
-    of another form, which an altered log entry may contain, is accepted."""
+    """Return the name under which an object of a policy version was stored (`policies/<version>/<claim>/<name>`).
+
+    A path of another form, which an altered log entry may contain, is accepted.
+    """
     return stored.path.split("/", 3)[-1]
 
 
