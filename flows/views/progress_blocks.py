@@ -114,7 +114,7 @@ def sandbox_rows(kinds: Mapping[str, SandboxFigures]) -> list[dict[str, object]]
 
 
 def environment_rows(kinds: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
-    """Return a row of the table of environments for each kind. "Seconds" is the time that all calls took."""
+    """Return the rows of the table of environments, one for each kind. `seconds` is the total time of all calls."""
     return [{"kind": kind, **{name: round(count) for name, count in counts.items()}} for kind, counts in kinds.items()]
 
 

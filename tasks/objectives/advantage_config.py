@@ -109,7 +109,7 @@ class Advantage(Section):
         return self
 
     def _check_effects(self) -> None:
-        """Reject keys that have no effect with the other keys."""
+        """Reject a key that has no effect because of the values of other keys."""
         has_turns, has_critic = self.credit != "episode", self.baseline == "critic"
         critic = 'this key has no effect without a critic; remove it, or set baseline = "critic"'
         for name, counts, cure in (

@@ -1,4 +1,4 @@
-"""Renders chats with the chat template in a policy's folder, at a fixed time.
+"""Renders chats with the chat template in a policy's folder.
 
 A chat template may read the current time (`strftime_now`), which is fixed at the run's start, so that a question always
 has the same tokens.

@@ -27,7 +27,7 @@ class CacheLimits:
     """The size of the engines' KV caches, in tokens as the scheduler counts them."""
 
     capacity: int  # number of tokens that fit into the KV cache of one engine
-    per_episode: int = 0  # number of cache tokens that each episode occupies in addition to its own tokens
+    per_episode: int = 0  # places in the KV cache that each episode occupies in addition to one place for each token
 
 
 @dataclass(eq=False, slots=True)

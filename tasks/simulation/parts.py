@@ -1,5 +1,5 @@
-"""The parts of a run that a simulation replaces by models: prompts, verifiers, the learner and faults. The simulated
-parts take time, but make no scheduling decision.
+"""Simulated parts of a run: prompts, verifiers and the learner, and the failures that are planned for a simulation. A
+simulated part takes time, but makes no scheduling decision.
 """
 
 from __future__ import annotations

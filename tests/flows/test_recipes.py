@@ -102,7 +102,7 @@ def test_old_objective_key_sets_only_keys_that_are_unset() -> None:
     assert found == Advantage(baseline="none", scale="none", negative_weight=0.3)
 
 
-def test_error_names_a_key_that_only_another_kind_has() -> None:
+def test_key_of_another_surrogate_kind_is_named_in_the_error() -> None:
     tree = {"train": {"objective": {"kind": "topr", "surrogate": {"dual": 2.0}}}}
     with pytest.raises(ConfigError, match=r"^train\.objective\.surrogate\.dual = 2\.0: there is no such key here"):
         parse_config(tree)

@@ -1,4 +1,4 @@
-"""Defines the players of `rollflow play`. A player answers the turns of an episode.
+"""Defines the players of `rollflow play`. A player writes one answer for each turn of an episode.
 
     PersonPlayer    a person at the terminal types the answers
     RandomPlayer    each token is drawn at random

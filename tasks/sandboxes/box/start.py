@@ -1,4 +1,4 @@
-"""Creates the sandboxes inside a container (box), in a process that never runs code of the model.
+"""Creates the sandboxes of a container. The process of this module never runs code that the model wrote.
 
     owner --"new", a socket--> this process --clone into new namespaces--> keeper --fork--> holder
                                                                              ^                | clone into a new
