@@ -23,7 +23,8 @@ from typing import Literal
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.rollout.evaluation import safe_name
 
-# Numbers of policy versions: how many are compared, how many are averaged at each end, and how many an alarm needs.
+# Numbers of policy versions: the newest SPAN versions are examined, the means of their first and last ENDS versions are
+# compared, and an alarm needs at least LEAST versions.
 SPAN, ENDS, LEAST = 100, 10, 30
 REWARD_RISE = 0.1  # smallest rise of the reward
 ACCURACY_RISE = 0.02  # Largest rise of the accuracy that still counts as no rise.

@@ -71,7 +71,7 @@ class TimedEngine:
         self._base = 0.0  # number of tokens in the KV cache, minus active * work * growth
         self._kept = KeptEpisodes(self._bound is not None or config.prefill_seconds_per_token > 0)
         self._held_up = 0.0  # remaining seconds of prefill that delay all requests
-        self._since = 0.0  # time, on the event loop's clock, to which the work was last updated
+        self._since = 0.0  # time of the last update of `_work`, by the event loop's clock
         # (engine's work before a weight update, new policy version), for each update
         self._updates: list[tuple[float, int]] = []
         self._timer: asyncio.TimerHandle | None = None

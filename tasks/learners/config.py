@@ -34,8 +34,8 @@ class CriticConfig(Section):
     value_clip: float = Field(
         0.2,
         gt=0,
-        description="clip range of the critic's loss: largest change of an estimated value, relative to the "
-        "estimate before the version's first optimizer step",
+        description="clip range of the critic's loss: largest difference between an estimated value and "
+        "the estimate before the version's first optimizer step, inside the loss",
     )
 
 

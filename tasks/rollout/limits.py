@@ -75,8 +75,8 @@ class RolloutLimits:
     def lead(self) -> float:
         """Number of training batches by which generation may run ahead of training.
 
-        With `on_stale = "wait"`, `async_ratio` is rounded down, because its fractional part only starts groups that
-        replace slower groups.
+        With `on_stale = "wait"`, `async_ratio` is rounded down: the groups that its fractional part adds only replace
+        slower groups.
         """
         ahead = self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
         return ahead if self.on_stale == "drop" else min(ahead, math.floor(self.async_ratio))

@@ -287,7 +287,7 @@ def choose_evaluation_engine(config: RunConfig, policy_folder: Path, *, on_cpu: 
 def fetch_folder(
     context: RunContext, prefix: str, cache: str, name: str, wanted: Callable[[str], bool] = lambda path: True
 ) -> Path:
-    """Return a local folder with the wanted files of a model that the run stores below `prefix`.
+    """Return a local folder with the wanted files of a model. The run stores the model below the path `prefix`.
 
     If the storage is remote, the files are fetched into the folder `name` of the local cache `cache`.
     """

@@ -1,4 +1,4 @@
-"""Decodes stored responses to the texts that their scorers read."""
+"""Decodes the tokens of stored responses into the texts that the responses' scorers read."""
 
 from __future__ import annotations
 
