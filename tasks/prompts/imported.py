@@ -55,7 +55,8 @@ class ImportedSource:
             call, question = f"{stream}({place})", build_part(KEY, self._config, partial(ask, place))
             self._check(call, question)
             if question.text in self._held:
-                raise self._refusal(call, "asks a question that is held out; leave those out of what is trained on")
+                why = f"asks the text of a held-out question, {question.text!r}; train on no question with this text"
+                raise self._refusal(call, why)
             if question not in self._excluded:
                 return question
         why = "asks what is held out; leave that out of what is trained on"

@@ -213,7 +213,7 @@ class _Judgeable:
 
 def _describe_no_answer(reference: Mapping[str, Any]) -> str:
     others = ", ".join(repr(name) for name in reference if name not in ("family", "question"))
-    cure = 'give it one, or name its column in prompts.columns = {answer = "..."}'
+    cure = 'write one into its row or its reference, or name its column in prompts.columns = {answer = "..."}'
     return f"it has no answer{f', only {others}' if others else ''}; {cure}"
 
 

@@ -81,11 +81,20 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
         raise _build_error(
             key, part, f"the class created a {type(own).__name__} instead of an object of its own; change the class"
         )
-    for name, promised in vars(contract).items():
-        left_out = name == optional and getattr(getattr(own, name), "__func__", None) is promised
-        if isinstance(promised, FunctionType) and not name.startswith("_") and not left_out:
-            _check_method(key, part, own, promised)
+    promised = [one for name, one in vars(contract).items() if isinstance(one, FunctionType) and name[0] != "_"]
+    needed = [one for one in promised if one.__name__ != optional or not _is_missing(own, one)]
+    if missing := [one for one in needed if _is_missing(own, one)]:
+        shown = " and ".join(f"{one.__name__}({', '.join(inspect.signature(one).parameters)})" for one in missing)
+        what = f"the method {shown}; write it" if len(missing) == 1 else f"the methods {shown}; write them"
+        raise _build_error(key, part, f"the class lacks {what}")
+    for one in needed:
+        _check_method(key, part, own, one)
     return typing.cast(T, own)
+
+
+def _is_missing(own: object, promised: FunctionType) -> bool:
+    """Return True if the class of `own` inherits a method of its contract instead of defining the method."""
+    return getattr(getattr(own, promised.__name__), "__func__", None) is promised
 
 
 def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
@@ -95,8 +104,6 @@ def _check_method(key: str, part: Imported, own: object, promised: FunctionType)
     """
     name = promised.__name__
     method = getattr(own, name)
-    if getattr(method, "__func__", None) is promised:
-        raise _build_error(key, part, f"the class has no method {name}; write one, as {key}'s contract says")
     if inspect.iscoroutinefunction(promised) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
         raise _build_error(key, part, f"the method {name} cannot be awaited; write `async def {name}`")
     _, *given = inspect.signature(promised).parameters

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.flows.config import parse_config
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.tables import read_file
+from rollflow.tasks.run.user_code import check_own_parts
 from tests.support.user_code import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
 
@@ -41,6 +45,22 @@ def test_example_part_passes_its_contract_test_suite(
     counts = pytester.inline_run(*QUIET).countoutcomes()
     assert counts[0] >= 7, counts
     assert counts[2] == 0, counts
+
+
+def test_source_and_environment_of_the_page_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [block for block in BLOCKS if "(QuestionSource)" in block or "(Environment)" in block]
+    assert len(blocks) == 2
+    (tmp_path / "guessing_numbers.py").write_text("\n\n".join(blocks))
+    put_in_reach(monkeypatch, tmp_path)
+    source = {"kind": "import", "path": "guessing_numbers:Secrets", "name": "secrets"}
+    environment = {"kind": "import", "path": "guessing_numbers:Hints"}
+    config = parse_config({"prompts": [source], "environment": environment})
+    check_own_parts(config)
+    questions = RunPrompts(config.prompts, config.seed, config.evaluation.prompts, None, 0, read_file)
+    [secrets] = questions.sources
+    asked = [*map(secrets.training, range(3)), *secrets.held_out(1)]
+    assert len({question.text for question in asked}) == 4
+    assert all(question.answer == question.reference["answer"] for question in asked)
 
 
 @pytest.mark.soak

@@ -136,7 +136,7 @@ def own(wrong: str) -> ImportPrompts:
     [
         ("error", "failed with LookupError: no more words"),
         ("string", "training(0) gave a str; give rollflow's Question"),
-        ("leak", "training(0) asks a question that is held out"),
+        ("leak", "training(0) asks the text of a held-out question, "),
         ("spelled", "training(0) asks what is held out"),
         ("no key", "has the key 1; give a str that UTF-8 can say"),
         ("twice", "asks a question twice; hold out distinct ones"),
@@ -163,7 +163,7 @@ def test_held_out_question_in_other_spelling_is_not_trained_on() -> None:
 
 
 def test_held_out_demonstration_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"demonstration\(0\) asks a question that is held out"):
+    with pytest.raises(ConfigError, match=r"demonstration\(0\) asks the text of a held-out question, "):
         opened(own("shown")).demonstration(0)
 
 

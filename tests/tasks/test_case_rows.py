@@ -138,5 +138,5 @@ def test_missing_answer_is_refused_if_the_scorer_needs_it(change: dict[str, Any]
     """The scorer `exact` compares answers, and a cold start trains on them."""
     (path := tmp_path / "mine.csv").write_text("question,solution\n1 + 1,2\n")
     tree = {"prompts": [{"kind": "file", "path": str(path)}], "reward": {"kind": "code"}, "policy": {"path": "a/b"}}
-    with pytest.raises(ConfigError, match=r"line 2: it has no answer, only 'solution'; give it one, or name"):
+    with pytest.raises(ConfigError, match=r"line 2: it has no answer, only 'solution'; write one into its row"):
         read_files(parse_config(tree | change), read_file)

@@ -226,7 +226,7 @@ def test_imported_class_with_all_methods_is_created() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Mute", "the class has no method answer; write one, as reward's contract says"),
+        ("Mute", r"the class lacks the method answer\(self, question\); write it"),
         ("Deaf", r"the method answer does not take the arguments \(question\): too many positional arguments"),
         ("Hasty", "the method wait cannot be awaited; write `async def wait`"),
         ("Another", "the class created a Good instead of an object of its own; change the class"),
