@@ -21,7 +21,7 @@ from rollflow.storage.deltas.delta_file import read_delta
 from rollflow.storage.deltas.update_folder import keep_delta, link_deltas
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.objects.disk import map_file, sha256_of
+from rollflow.storage.objects.disk import map_file, raise_missing, raise_store_failed, sha256_of
 from rollflow.storage.records import StoredObject
 
 
@@ -187,13 +187,18 @@ def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | No
         fetch_object(store, chain.whole, target)
     else:
         try:
-            shutil.copyfile(local, target)
-        except FileNotFoundError as error:
+            with raise_missing(local), raise_store_failed(target):
+                shutil.copyfile(local, target)
+        except Missing as error:
             raise Corrupt(f"{chain.whole.path} is missing") from error
+    # an empty file cannot be memory-mapped
+    if (size := target.stat().st_size) == 0 or size != chain.file.size:
+        raise Corrupt(f"{chain.whole.path} has {size} bytes, but {chain.file.path} needs {chain.file.size} bytes")
     with open(target, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped, memoryview(mapped) as view:
         apply_deltas(((link.delta, data) for link, data in deltas), view)
-    check_object(chain.file, target.stat().st_size, sha256_of(target))
+    check_object(chain.file, size, sha256_of(target))
     if keep is not None:
-        for link, data in deltas:
-            keep_delta(keep, link.version, target.name, data)
+        with raise_store_failed(target):
+            for link, data in deltas:
+                keep_delta(keep, link.version, target.name, data)
     return target

@@ -66,8 +66,10 @@ class DeltaChunk:
         if isinstance(self.changes, bytes):
             target[self.start : self.end] = self.changes
         elif self.changes.changed:
+            # An error of these functions would keep `elements` alive, and a file in use cannot be closed.
+            where, steps = self.positions(), decode_steps(self.changes, self.width)
             elements = np.frombuffer(target, unsigned_type(self.width), self.count, self.start)
-            elements[self.positions()] += decode_steps(self.changes, self.width)
+            elements[where] += steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@ whenever a learner dies, and the audit finds each fault."""
 
 from __future__ import annotations
 
+import errno
+import json
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.audit.garbage import list_orphans, store_clock
 from rollflow.storage.deltas.changes import unsigned_type
-from rollflow.storage.deltas.delta_file import encode_delta, read_delta
+from rollflow.storage.deltas.delta_file import MAGIC, encode_delta, read_delta
 from rollflow.storage.deltas.elements import list_tensors
 from rollflow.storage.deltas.parent import ParentWeights
 from rollflow.storage.deltas.update_folder import list_changes
@@ -26,6 +29,7 @@ from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import EntryRefused
 from rollflow.storage.objects import ObjectStore
+from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.records import DELTA, StoredObject
@@ -379,6 +383,61 @@ def test_audit_finds_a_delta_to_a_missing_file(run: ObjectStore) -> None:
     assert [violation.kind for violation in audit(run, deep=True).violations] == ["lineage"]
     with pytest.raises(Corrupt, match="which has no such file"):
         PolicyStore(Log(run)).read(version.weights[-1])
+
+
+def test_hashed_delta_with_wrong_gaps_is_corrupt(run: ObjectStore, tmp_path: Path) -> None:
+    """The log names the hash of the faulty delta, so only its streams are wrong."""
+
+    def wrong(body: VersionPublished, policies: PolicyStore, writer: Writer) -> VersionPublished:
+        data = bytes(policies.store.get(policies.find(1).deltas[0].path))
+        begin, size = len(MAGIC) + 8, int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
+        header = json.loads(data[begin : begin + size])
+        header["chunks"][-1][3] -= 1  # fewer changed elements than the gaps say
+        head = json.dumps(header).encode()
+        forged = MAGIC + len(head).to_bytes(8, "little") + head + data[begin + size :]
+        path = body.deltas[0].path
+        return replace(
+            body, deltas=(StoredObject(path, len(forged), policies.store.put(path, forged)), *body.deltas[1:])
+        )
+
+    version = publish_forged(run, wrong)
+    policies = PolicyStore(Log(run))
+    with pytest.raises(Corrupt, match=r"\.delta cannot be applied: "):
+        policies.read(version.weights[0])
+    with pytest.raises(Corrupt, match=r"\.delta cannot be applied: "):
+        policies.weights_folder(version, tmp_path)
+
+
+def test_truncated_full_version_is_corrupt(tmp_path: Path) -> None:
+    """An empty file cannot be memory-mapped."""
+    policies, made = trained(LocalStore(tmp_path / "run"), 3, 4)
+    whole = policies.store.local_path(policies.find(0).weights[0].path)
+    assert whole is not None
+    for size in (0, 100):
+        whole.write_bytes(made[0]["weights/model-1.safetensors"][:size])
+        for number in (0, 2):
+            with pytest.raises(Corrupt):
+                policies.weights_folder(policies.find(number), tmp_path / "cache")
+        with pytest.raises(Corrupt, match=f"model-1.safetensors has {size} bytes, but policies/00000002"):
+            policies.read(policies.find(2).weights[0])
+
+
+def test_cache_makes_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is rebuilt again after unused folders were removed."""
+    policies, made = trained(LocalStore(tmp_path / "run"), 4, 4, keep_last=100)
+    cache, copy = tmp_path / "cache", shutil.copyfile
+    policies.weights_folder(policies.find(1), cache)
+    [unused] = cache.glob("*/00000001-*")
+    policies = PolicyStore(policies.log)
+
+    def copied(source: Path, target: Path) -> Path:
+        if unused.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copied)
+    monkeypatch.setattr(PolicyStore, "_find_cached", lambda *given: None)  # no folder is held
+    assert names(policies.weights_folder(policies.find(3), cache)) == made[3]
 
 
 def test_delta_without_a_weight_file_is_refused(run: ObjectStore) -> None:
