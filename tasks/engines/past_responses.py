@@ -23,6 +23,7 @@ import numpy as np
 
 PER_PROMPT = 16  # largest number of responses that are kept for a prompt
 KEPT_TOKENS = 4_000_000  # default limit on the tokens of all kept prompts and responses together
+MOST_PLACES = 256  # largest number of places of past responses that a response follows at the same time
 SHORTEST_MATCH, LONGEST_MATCH = 2, 16  # numbers of newest tokens by which a response finds its place in past responses
 LEAST_CHANCE = 0.3
 END = -1  # marks the end of a past response; no token has this id
@@ -99,7 +100,10 @@ class PastText:
         self.drafts: dict[tuple[int, ...], list[int]] = {}  # longest drafts that were computed, by their places
 
     def find(self, newest: Sequence[int]) -> list[int]:
-        """Return the places after the longest match with the newest tokens of a response."""
+        """Return the places after the longest match with the newest tokens of a response, newest past responses first.
+
+        At most `MOST_PLACES` places are returned, because a token that is repeated often would match at very many.
+        """
         if not newest:
             return []
         places = np.flatnonzero(self._row == newest[-1]) + 1
@@ -109,7 +113,7 @@ class PastText:
             if not len(longer):
                 break
             places, length = longer, length + 1
-        return places.tolist() if length >= SHORTEST_MATCH else []
+        return places[:MOST_PLACES].tolist() if length >= SHORTEST_MATCH else []
 
 
 class DraftCursor:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollflow.tasks.engines.past_responses import (
     LEAST_CHANCE,
     LONGEST_MATCH,
+    MOST_PLACES,
     PER_PROMPT,
     SHORTEST_MATCH,
     PastResponses,
@@ -87,6 +88,18 @@ def test_kept_tokens_stay_below_their_limit(added: list[tuple[int, list[int]]], 
         assert kept._texts.keys() <= held.keys()
     kept.keep_texts(())
     assert not kept._texts
+
+
+def test_token_that_is_repeated_often_matches_at_few_places() -> None:
+    """Otherwise a draft would take seconds: its cost grows with the square of the number of places."""
+    kept = PastResponses()
+    for number in range(PER_PROMPT):
+        kept.add(PROMPT, pack([number, *[5] * 100]))
+    cursor = kept.follow(PROMPT)
+    assert cursor is not None
+    cursor.read([99, *[5] * 20])
+    assert len(cursor._places) <= MOST_PLACES
+    assert cursor.draft(4) == [5] * 4
 
 
 def test_newest_response_decides_between_equal_votes() -> None:
