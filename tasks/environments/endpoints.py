@@ -2,9 +2,10 @@
 not play, for example a user.
 
 The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. If no try gives an
-answer, the episode is unjudged. If the endpoint rejects a conversation, for example as too long, the policy may be the
-cause, so the episode fails. If the endpoint rejects the key or the model, the run ends. The endpoint's API key appears
-in no error message.
+valid answer, the episode is unjudged. If the endpoint rejects a conversation, for example as too long, the policy may
+be the cause, so the episode fails. If the endpoint rejects the key or the model before its first answer, the run ends;
+later the same HTTP statuses may come from a filter or a restart, so the episode is unjudged. The endpoint's API key
+appears in no error message.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ REFUSED_CONTENT = (
     413,
     422,
 )  # HTTP statuses that may mean a conversation that is too long or that a filter rejects
+LONGEST_PAUSE = 60.0  # longest pause in seconds before the client repeats a call
 LONGEST_QUOTE = 200  # largest number of characters of an endpoint's answer in an error message
 
 
@@ -37,6 +39,7 @@ class EndpointRoles:
 
     def __init__(self, roles: Mapping[str, EndpointRole] | None = None) -> None:
         self._roles = roles or {}
+        self._answered = set[str]()  # names of the endpoints that have answered a call
         # a client and the places of its calls belong to one event loop
         self._open: WeakKeyDictionary[Any, dict[str, tuple[Any, asyncio.Semaphore]]] = WeakKeyDictionary()
 
@@ -82,27 +85,34 @@ class EndpointRoles:
         import openai
 
         try:
-            answer = await client.chat.completions.create(
-                model=role.model,
-                messages=[dict(message) for message in messages],
-                temperature=role.temperature,
-                seed=seed,
-                max_completion_tokens=role.max_tokens,
-                extra_body=role.extra_body,
-            )
-            return str(answer.choices[0].message.content or "")
+            # The client's own time limit starts again with every byte of an answer.
+            async with asyncio.timeout(role.tries * (role.call_seconds + LONGEST_PAUSE)):
+                answer = await client.chat.completions.create(
+                    model=role.model,
+                    messages=[dict(message) for message in messages],
+                    temperature=role.temperature,
+                    seed=seed,
+                    max_completion_tokens=role.max_tokens,
+                    extra_body=role.extra_body,
+                )
+            said = str(answer.choices[0].message.content or "")
+            said.encode()  # no tokenizer accepts half a surrogate pair
         except openai.APIStatusError as error:
-            raise _explain(name, role, error.status_code, error.response.text) from None
-        except (openai.APIError, IndexError, AttributeError, TypeError, ValueError) as error:
-            said = f"the endpoint {name} answered none of {role.tries} calls ({type(error).__name__})"
-            raise Unjudged(said) from None
+            ends_run = name not in self._answered
+            raise _explain(name, role, error.status_code, error.response.text, ends_run=ends_run) from None
+        except (openai.APIError, LookupError, AttributeError, TypeError, ValueError, RecursionError, TimeoutError) as e:
+            raise Unjudged(f"the endpoint {name} answered none of {role.tries} calls ({type(e).__name__})") from None
+        self._answered.add(name)
+        return said
 
 
-def _explain(name: str, role: EndpointRole, status: int, text: str) -> Exception:
-    """Return the error for a call that the endpoint rejected."""
+def _explain(name: str, role: EndpointRole, status: int, text: str, *, ends_run: bool) -> Exception:
+    """Return the error for a call that the endpoint rejected. `ends_run` is true if a rejected key or model ends the
+    run.
+    """
     key = _read_key(name, role)
     said = " ".join((text.replace(key, "***") if key else text).split())[:LONGEST_QUOTE]
-    if status in REFUSED:
+    if status in REFUSED and ends_run:
         which = "model" if status == 404 else "token_env"
         cure = "correct the key, the address or the model"
         where = f"environment.endpoints.{name}.{which} = {getattr(role, which)!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,12 @@ from pydantic import ValidationError
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
-from rollflow.tasks.environments import build_environment
+from rollflow.tasks.environments import build_environment, endpoints
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.base_config import EndpointRole
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.environments.endpoints import EndpointRoles
-from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.base import Score, Unjudged
 from rollflow.testing.environments import ScriptedEpisode, build_ports
 from tests.support.judge_server import Body, JudgeServer, Reply, chat, judge_server
 
@@ -70,7 +71,16 @@ def test_endpoint_plays_the_user_of_an_episode(monkeypatch: pytest.MonkeyPatch) 
     assert "openai-organization" not in server.headers[0]
 
 
-@pytest.mark.parametrize("reply", [Reply("busy", 500), Reply(does="resets"), Reply("{}"), Reply("no JSON")])
+NESTED = Reply("[" * 200_000, headers={"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(Reply("busy", 500), Reply(does="resets"), Reply("{}"), Reply("no JSON"), NESTED),
+        replace(chat("\ud800"), headers={"Content-Type": "application/json"}),
+    ],
+)
 def test_episode_of_an_unreachable_endpoint_is_unjudged(reply: Reply) -> None:
     with judge_server(lambda number, body: reply) as server:
         score, episode = play(server)
@@ -101,6 +111,38 @@ def test_endpoint_that_rejects_key_or_model_ends_the_run(
     ):
         play(server, token_env="USER_KEY")
     assert "sesame" not in str(failed.value)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_rejection_after_an_answer_does_not_end_the_run(status: int) -> None:
+    """A filter may reject a conversation with these statuses, so a response of the policy could end the run."""
+    with judge_server(lambda n, body: ask_back(n, body) if n == 1 else Reply("no", status)) as server:
+        score, _ = play(server)
+    assert score is not None
+    assert score.outcome is Outcome.UNJUDGED
+
+
+def test_endpoint_that_never_ends_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server sends a byte again and again, each within `call_seconds`."""
+    monkeypatch.setattr(endpoints, "LONGEST_PAUSE", 0.0)
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        server = await asyncio.start_server(drip, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        role = EndpointRole(url=f"http://127.0.0.1:{port}/v1", model="m", tries=1, call_seconds=0.2)
+        with pytest.raises(Unjudged, match="the endpoint user answered none of 1 calls"):
+            await EndpointRoles({"user": role}).ask("user", [])
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.parametrize("value", [None, "", "with\nbreak", "ключ"])
