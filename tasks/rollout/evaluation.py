@@ -202,10 +202,10 @@ class Evaluator:
             Unjudged: a response could not be judged; counting the response as wrong would falsify the accuracy.
         """
         done = await self.answer_all(proxy, version)
-        main = len(self.prompts) * self.samples
-        asked = [one for one in done[:main] if not find_removal(self.environment, one.prompt)]
-        done, main = [*asked, *done[main:]], len(asked)
-        if self.prompts and not asked:
+        removed = [bool(find_removal(self.environment, one.prompt)) for one in done]
+        main = removed[: len(self.prompts) * self.samples].count(False)
+        done = [one for one, is_removed in zip(done, removed, strict=True) if not is_removed]
+        if self.prompts and not main:
             raise Unjudged("the environments of all held-out prompts are removed")
         if missing := [one.score.reason for one in done if one.score.outcome is Outcome.UNJUDGED]:
             raise Unjudged(f"{len(missing)} of {len(done)} responses could not be judged, the first: {missing[0]}")
@@ -249,9 +249,8 @@ class Evaluator:
 
     def _summarise_sets(self, judged: Sequence[tuple[str, Score]]) -> dict[str, DomainResult]:
         """Summarise the scores of each evaluation set; `judged` has pairs of a set's name and a score."""
-        names = [name for name, prompts in self.sets.items() if prompts]
-        scores_of = {name: [score for one, score in judged if one == name] for name in names}
-        found = {name: self._summarise(scores) for name, scores in scores_of.items()}
+        scores_of = {name: [score for one, score in judged if one == name] for name in self.sets}
+        found = {name: self._summarise(scores) for name, scores in scores_of.items() if scores}
         return {name: DomainResult(one.accuracy, one.reward, len(scores_of[name])) for name, one in found.items()}
 
     def _summarise(self, scores: Sequence[Score]) -> ResponseSummary:

@@ -60,7 +60,7 @@ class IssueOrder:
         self._limits = limits
         self._behind = Counter(dict(behind))
         self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
-        self._removed = Counter[int]()  # source -> number of its newest prompts whose environment was removed
+        self._removed = Counter[int]()  # source -> number of its newest prompts whose environment is removed
         self._again: deque[GroupKey] = deque()
         self._left: deque[GroupKey] = deque()  # preempted prompts, which wait for the next policy version
         self._tail: deque[GroupKey] = deque()
@@ -137,8 +137,8 @@ class IssueOrder:
             self._mixture.note_filtered(discard.key.prompt)
 
     def note_removed(self, prompt: int, why: str) -> None:
-        """Record that the environment of a prompt was removed; close the prompt's source after `MOST_REMOVED` such
-        prompts in a row.
+        """Record that a prompt was issued after its environment had been removed; close the prompt's source after
+        `MOST_REMOVED` such prompts in a row.
 
         Raises:
             ConfigError: no other source is open.
@@ -148,8 +148,8 @@ class IssueOrder:
         if self._removed[source] == MOST_REMOVED:
             self._mixture.close_source(source, why)
 
-    def note_played(self, prompt: int) -> None:
-        """Record that the environment of a prompt has played the prompt."""
+    def note_playable(self, prompt: int) -> None:
+        """Record that a prompt was issued whose environment is not removed."""
         self._removed.pop(prompt % len(self._limits.shares), None)
 
     def _is_tail(self, key: GroupKey) -> bool:

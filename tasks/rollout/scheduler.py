@@ -42,7 +42,7 @@ from rollflow.storage.records import (
 )
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.base import Environment, find_removal
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout import admission
@@ -230,6 +230,7 @@ class RolloutScheduler:
         """Run one group of responses, then put the group into the buffer or discard it."""
         found = self._ports.prompt(rollout.key.prompt)
         prompt = found if isinstance(found, Prompt) else await found
+        self._note_removal(prompt, rollout.key.prompt)
         ended = await rollout.run(prompt)
         del self._running[rollout.key]
         self._left_behind.discard(rollout)
@@ -244,16 +245,23 @@ class RolloutScheduler:
             self._check_judged(ended, prompt.scorer, rollout)
         self._ready.set()
 
+    def _note_removal(self, prompt: Prompt, number: int) -> None:
+        """Record whether the environment of an issued prompt is removed. Prompts are counted when they begin, because
+        prompts that are played end long after prompts of a removed environment.
+        """
+        if why := find_removal(self._group_ports.environment, prompt):
+            self._order.note_removed(number, why)
+        else:
+            self._order.note_playable(number)
+
     def _check_judged(self, discard: Discard, scorer: str, rollout: GroupRollout) -> None:
-        """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer, or if no
-        source is left whose prompts can be played."""
+        """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer."""
         unjudged = rollout.unjudged
         if discard.reason not in (DiscardReason.UNJUDGED, DiscardReason.FILTERED) or unjudged is None:
             return
         self._unjudged.append(unjudged)
         if discard.reason is DiscardReason.FILTERED:  # the environment of the prompt is removed
             self.counts.filtered["removed environment"] += 1
-            self._order.note_removed(discard.key.prompt, unjudged.why)
             return
         prompt, most = discard.key.prompt, self.limits.judging_of(scorer).max_unjudged
         self._unjudged_of[prompt] += 1
@@ -290,7 +298,6 @@ class RolloutScheduler:
     def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         """Put a complete group of responses into the buffer, unless the group is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
-        self._order.note_played(group.key.prompt)
         why = filter_reason(self.limits.filter, group.episode_rewards)
         if why is not None:
             self._discard_filtered(group, why)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +17,25 @@ from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, Outcome, Prompt, StopReason
 from rollflow.tasks.engines.base import Generation, TokenSpan
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments import build_environment, close_environment, read_counts
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import MixedEnvironment
+from rollflow.tasks.environments.limits import NO_LIMITS
+from rollflow.tasks.environments.mixed import MixedEpisodes
+from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.environments.use_counts import UsedEnvironments
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
+from rollflow.tasks.rollout.evaluation import DomainResult, Evaluation, Evaluator
 from rollflow.tasks.rollout.issue_order import MOST_REMOVED
-from rollflow.tasks.rollout.proxy import VersionedGeneration
+from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.testing.environments import CodePoints, build_ports
 from tests.environments.worlds import PROMPT, call, gym, speak, trl
 from tests.support.log_runs import read
-from tests.support.pipeline import Pipeline
+from tests.support.pipeline import Pipeline, prompt_at
 
 BAD = trl("Bad", options={"wrong": "error", "where": "init"}, max_failures=2)
 GOOD = trl("Quiet")
@@ -145,6 +153,45 @@ def test_source_of_a_broken_environment_alone_is_closed(caplog: pytest.LogCaptur
     assert len(removed) < MOST_REMOVED + 64
     assert "prompts.1 cannot be played" in caplog.text
     assert "the source gets no more prompts until the run is resumed" in caplog.text
+
+
+def remove_bad() -> MixedEpisodes:
+    """Build two environments, of which one is removed."""
+    members = {"good": SINGLE_TURN, "bad": SINGLE_TURN}
+    return MixedEpisodes("world", None, members, dict.fromkeys(members, NO_LIMITS), {"bad": "it is removed"})
+
+
+def test_source_with_playable_prompts_stays_open() -> None:
+    """More than `MOST_REMOVED` prompts of a removed environment end before the first played group ends."""
+    groups = 2 * MOST_REMOVED
+    run = MixedRun(
+        MemoryStore("mixed"), 2, groups, async_ratio=0, slots=1000, max_inflight_groups=1000, environment=remove_bad()
+    )
+    run_virtual(run.run())
+    assert len(list_trained(run)) == 2 * groups
+    assert all(prompt % 2 == 0 for prompt in list_trained(run))
+
+
+def test_evaluation_leaves_out_prompts_of_removed_environments() -> None:
+    async def score(_: ScoreRequest) -> Score:
+        return Score(1.0)
+
+    def prompts(first: int, names: Sequence[str], domain: str) -> list[Prompt]:
+        numbered = enumerate(names, first)
+        return [replace(prompt_at(one), domain=domain, reference={"world": world}) for one, world in numbered]
+
+    async def run() -> Evaluation:
+        engine = TimedEngine(TimedEngineConfig(max_new_tokens=8))
+        await engine.start()
+        proxy = InferenceProxy([engine], 4)
+        await proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
+        sets = {"hard": prompts(2, ["good", "bad", "good"], "hard"), "lost": prompts(5, ["bad"], "lost")}
+        held_out = prompts(0, ["good", "bad"], "main")
+        return await Evaluator(held_out, 2, 1.0, 8, score, sets=sets, environment=remove_bad()).run(proxy, 0)
+
+    found = run_virtual(run())
+    assert (found.accuracy, found.responses) == (1.0, 2)
+    assert found.sets == {"hard": DomainResult(1.0, 1.0, 4)}
 
 
 @pytest.mark.parametrize("names", [("bad",), ("bad", "worse")])

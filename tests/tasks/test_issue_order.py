@@ -100,7 +100,7 @@ def test_source_is_closed_after_many_removed_prompts_in_a_row() -> None:
     order = IssueOrder(limits, Cursor((10, 10), (0, 0)), [])
     for prompt in range(1, 2 * MOST_REMOVED - 1, 2):
         order.note_removed(prompt, "it is broken")
-    order.note_played(1)  # the environment of another prompt of the source works
+    order.note_playable(1)  # the environment of another prompt of the source works
     for prompt in range(1, 2 * MOST_REMOVED - 1, 2):
         order.note_removed(prompt, "it is broken")
     assert prompts(order, 0, 2) == [(20, 0), (21, 0)]
