@@ -289,10 +289,10 @@ class PolicyStore:
 
     def _is_there(self, stored: StoredObject, exists: Callable[[str], bool]) -> bool:
         try:
-            objects = self._find_chain(stored).objects
+            chain = self._find_chain(stored)
         except Corrupt:
-            objects = (stored,)
-        return all(exists(one.path) for one in objects) or (len(objects) > 1 and exists(stored.path))
+            chain = FileChain(stored, stored)
+        return any(all(exists(one.path) for one in way.objects) for way in chain.list_ways())
 
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:
         """Copy the weight files of a policy version into a local folder, and check the hashes of the copies.

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import mmap
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -49,6 +49,7 @@ class ChainLink:
 
     version: int
     delta: StoredObject
+    file: StoredObject  # the weight file that the delta gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,13 @@ class FileChain:
     def begins_by(self, version: int) -> bool:
         """Return whether the chain contains the file of policy version `version`."""
         return bool(self.links) and self.links[0].version <= version + 1
+
+    def list_ways(self) -> Iterator[FileChain]:
+        """Yield this chain, and then shorter chains for the same file. A shorter chain begins with the whole file of a
+        later version, which the learner stores in place of a damaged delta."""
+        yield self
+        for number in reversed(range(len(self.links))):
+            yield replace(self, whole=self.links[number].file, links=self.links[number + 1 :])
 
     def after(self, version: int) -> FileChain:
         """Return the part of the chain that begins with the file of policy version `version`."""
@@ -89,7 +97,7 @@ def find_chain(version: Version, stored: StoredObject, parent_of: Callable[[Vers
     """
     links, whole = list[ChainLink](), stored
     while (delta := version.find_delta(whole)) is not None:
-        links.append(ChainLink(version.number, delta))
+        links.append(ChainLink(version.number, delta, whole))
         version, name = parent_of(version), name_of(whole)
         found = next((one for one in version.weights if name_of(one) == name), None)
         if found is None:
@@ -118,21 +126,22 @@ def write_file(
     Raises:
         Corrupt: an object that is needed is missing or damaged.
     """
-    if not chain.links:
-        return fetch_object(store, chain.file, target)
     if earlier is not None and chain.begins_by(earlier.version):
         with contextlib.suppress(Corrupt):  # the earlier file may have been damaged since its sha256 was checked
             _rebuild(store, chain.after(earlier.version), target, earlier.path, keep)
             if keep is not None:
                 link_deltas(earlier.path.parent, keep, target.name)
             return target
-    try:
-        return _rebuild(store, chain, target, None, keep)
-    except Corrupt:
-        # the learner stores a whole file in place of a damaged delta
-        if not store.exists(chain.file.path):
-            raise
-        return fetch_object(store, chain.file, target)
+    first: Corrupt | None = None
+    for way in chain.list_ways():
+        if first is not None and not store.exists(way.whole.path):
+            continue
+        try:
+            return _rebuild(store, way, target, None, keep)
+        except Corrupt as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def fetch_object(store: ObjectStore, stored: StoredObject, target: Path) -> Path:
@@ -181,6 +190,8 @@ def check_object(stored: StoredObject, size: int, sha256: str) -> None:
 
 
 def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | None, keep: Path | None) -> Path:
+    if not chain.links:
+        return fetch_object(store, chain.file, target)
     deltas = [(link, fetch_delta(store, link.delta)) for link in chain.links]
     local = base or store.local_path(chain.whole.path)
     if local is None:

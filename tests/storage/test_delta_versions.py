@@ -490,6 +490,20 @@ def test_whole_file_replaces_a_damaged_delta(run: ObjectStore, tmp_path: Path) -
     assert audit(run, deep=True).clean
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_versions_after_a_replaced_delta_are_read(run: ObjectStore, tmp_path: Path, lost: bool) -> None:
+    """The chain of a later version begins with the whole file that replaced the delta; another damage is noticed."""
+    policies, made = trained(run, 6, 100, keep_last=100)
+    delta = first_delta(policies, 3)
+    run.put(delta.path.removesuffix(DELTA), made[3][delta.path.split("/", 3)[3].removesuffix(DELTA)])
+    run.delete(delta.path) if lost else flip(run, delta.path)
+    for number in (2, 3, 4, 5):
+        check_readers(run, number, made[number], tmp_path / str(number))
+    flip(run, delta.path.removesuffix(DELTA))
+    with pytest.raises(Corrupt, match=r"00000003/.*\.delta (is missing|does not contain)"):
+        policies.read(policies.find(5).weights[0])
+
+
 def test_delta_header_names_both_files(run: ObjectStore) -> None:
     policies, _ = trained(run, 2, 4)
     versions = [policies.find(number) for number in range(2)]
