@@ -154,6 +154,11 @@ def _format_skipped(shares: Mapping[str, float]) -> str:
     return "   ".join(f"{share:.0%} of the questions of {domain} are solved" for domain, share in shares.items())
 
 
+def _format_domain(name: str, figures: Mapping[str, float]) -> str:
+    accuracy = f", accuracy {figures['accuracy']:.3f}" if "accuracy" in figures else ""
+    return f"{name} {figures['share']:.1%} (asked {figures['asked']:.1%}){accuracy}"
+
+
 def _reward(status: RunStatus, width: int) -> Text:
     if status.reward is None:
         return Text("-", style="dim")
@@ -364,12 +369,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         bound = Text(f"  (bound {summary['async_ratio']})", style="dim") if "async_ratio" in summary else Text()
         rows.append(("staleness", staleness_bar(counts, 24) + bound))
     if len(domains := summary.get("domains") or {}) > 1:
-        shown = (
-            f"{name} {d['share']:.1%} (asked {d['asked']:.1%})"
-            + (f", accuracy {d['accuracy']:.3f}" if "accuracy" in d else "")
-            for name, d in domains.items()
-        )
-        rows.append(("domains", Text("   ".join(shown))))
+        rows.append(("domains", Text("   ".join(_format_domain(name, figures) for name, figures in domains.items()))))
     if sets := summary.get("evaluation_sets"):
         rows.append(("sets", Text("   ".join(f"{name} {accuracy:.1%}" for name, accuracy in sets.items()))))
     if newest := {name: list(shares.values())[-1] for name, shares in (summary.get("skipped") or {}).items() if shares}:
