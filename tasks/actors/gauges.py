@@ -22,6 +22,7 @@ from ray.util.metrics import Gauge
 
 from rollflow.storage.run_records.sandbox_figures import SandboxUse, SandboxUses, list_figures
 from rollflow.tasks.actors.statuses import ActorStatus
+from rollflow.tasks.engines.base import DraftCounts
 from rollflow.tasks.runtime.cpu import name_own_process
 from rollflow.tasks.sandboxes.figures import figures_of_process
 
@@ -46,6 +47,8 @@ def read_figures(status: ActorStatus) -> Iterator[Figure]:
             yield from ((field.name, f"{one.kind} {what}", n) for one in value for what, n in one.figures.items())
         elif field.name == "waits_for":
             yield "waits", "", float(bool(value))
+        elif isinstance(value, DraftCounts):
+            yield from (("drafts", one.name, float(getattr(value, one.name))) for one in fields(value))
         elif isinstance(value, int | float):
             yield field.name, "", float(value)
         elif isinstance(value, Mapping):
