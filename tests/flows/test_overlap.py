@@ -82,9 +82,8 @@ def test_advice_gives_the_reason_and_a_key(config: RunConfig, found: list[Machin
         assert "set async_ratio = 0" in note
 
 
-@settings(
-    max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate]
-)  # shrinking would simulate for minutes
+# without the phase "shrink", which would simulate for minutes
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.integers(1, 8),
     st.integers(1, 2),
@@ -95,8 +94,8 @@ def test_advice_gives_the_reason_and_a_key(config: RunConfig, found: list[Machin
 def test_advice_agrees_with_the_simulator(
     cores: int, replicas: int, train_threads: int, rollout: float, ratio: float
 ) -> None:
-    """Where the two sides share all cores, the simulator gains nothing from asynchrony. Where they do not, it does,
-    unless one of them hardly takes time. Training takes 0.5 to 1 times as long as the rollout."""
+    """If engines and learner share all cores, asynchrony does not shorten a simulated step. If engines and learner have
+    cores of their own, asynchrony shortens the step. A train step takes 0.5 to 1 times as long as the rollout."""
     config = recipe(replicas=replicas, train_threads=train_threads)
     overlap = find_overlap(config, [Machine(float(cores))])
     hardware = Hardware.model_validate(
