@@ -332,7 +332,8 @@ def _wait_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
         held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer policy version"
-        rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
+        cure = "a larger async_ratio would use them; that saves time if engines and learner do not share cores or GPUs"
+        rows.append(("held back by alpha", Text(f"{held}; {cure}")))
     if summary.get("async_ratio") and summary.get("waited_at_the_bound", 0) >= WORTH_SAYING:
         waited = (
             f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for slow responses"
