@@ -257,9 +257,7 @@ def _label_ends(picture: Picture, run: StoredCurves) -> None:
 
 def _draw_staleness(picture: Picture, run: StoredCurves, shares: Sequence[float]) -> None:
     """Draw, for each version, the shares of its trajectories by staleness, from the freshest at the bottom."""
-    title = (
-        f"Staleness of the trajectories of each version, seed {run.seed}: at most alpha = {run.async_ratio:g} versions"
-    )
+    title = f"Staleness of the trajectories of each version, seed {run.seed} (at most alpha = {run.async_ratio:g})"
     picture.text(CHART[0], STALENESS[0] - 12, title, size=SMALL)
     last = len(run.staleness)
     edges = [[0.0, *accumulate(count / sum(counts) for count in counts)] for counts in run.staleness]
