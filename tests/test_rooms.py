@@ -115,7 +115,8 @@ MAY: dict[str, set[str]] = {
     "flows/services": set(),
     "flows/ray_cluster": {"flows/services"},
     "flows/registration": set(),
-    "flows/views": {"flows/registration", "flows/services"},
+    "flows/views": {"flows/registration", "flows/services", "flows/views/frames"},
+    "flows/views/frames": {"flows/views"},
     "flows/views/timelines": {"flows/views"},
     "flows/tracking": {"flows/services", "flows/views"},
     "flows/keepalive": {
@@ -136,7 +137,7 @@ MAY: dict[str, set[str]] = {
     "flows/commands": {
         *("flows", "flows/commands/cli", "flows/keepalive", "flows/ray_cluster", "flows/registration"),
         "flows/services",
-        *("flows/tracking", "flows/views", "flows/views/timelines"),
+        *("flows/tracking", "flows/views", "flows/views/frames", "flows/views/timelines"),
     },
 }
 # Rooms that other processes' libraries stay in; a module stands for itself.

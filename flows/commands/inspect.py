@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -23,9 +23,11 @@ from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.audit_table import build_kind_table, domains_table
 from rollflow.flows.views.config_history import change_sentence, list_changes
 from rollflow.flows.views.console import staleness_bar
+from rollflow.flows.views.frames.asked_frames import list_values, replay_named, show_turns
 from rollflow.flows.views.inspect_values import (
     batch_of,
     check_key,
+    describe_spans,
     describe_token_rewards,
     groups_of,
     next_prompts,
@@ -36,7 +38,7 @@ from rollflow.flows.views.inspect_values import (
 )
 from rollflow.flows.views.progress import trained_domains
 from rollflow.flows.views.progress_blocks import environment_rows, sandbox_rows
-from rollflow.flows.views.turns import TurnPart, describe_logprobs, prompt_tokens, render_part, split_turns
+from rollflow.flows.views.turns import describe_logprobs, prompt_tokens, split_turns
 from rollflow.storage.deltas.chain import name_of
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
@@ -49,6 +51,7 @@ from rollflow.storage.run_records.environment_figures import read_environment_us
 from rollflow.storage.run_records.episode_restarts import read_restarts
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.sandbox_figures import read_sandbox_uses
+from rollflow.tasks.environments.foreign.frames import FrameTaker
 from rollflow.tasks.rollout.evaluation import read_newest
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.response_reader import ResponseReader
@@ -60,10 +63,11 @@ SHOWN = 12  # Largest number of response groups that a list names; further group
 def command(options: argparse.Namespace) -> int:
     """Show the run, policy version or trajectory that the user names."""
     context = chosen_run(options)
+    frames = replay_named(context, options.what) if options.frames else None
     if options.json:
-        print(json.dumps(value_of(context, options.what)))
+        print(json.dumps(value_of(context, options.what) | (list_values(frames) if frames else {})))
     else:
-        inspect(context, options.what)
+        inspect(context, options.what, frames=frames)
     return OK
 
 
@@ -76,8 +80,10 @@ def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
     return trajectory_value(context, *_parse_trajectory(what))
 
 
-def inspect(context: RunContext, what: str | None, console: Console | None = None) -> None:
-    """Print the run, a policy version (such as `7`) or a trajectory (`PROMPT.ATTEMPT[.SAMPLE]`).
+def inspect(
+    context: RunContext, what: str | None, console: Console | None = None, frames: FrameTaker | None = None
+) -> None:
+    """Print the run, a policy version (such as `7`) or a trajectory (`PROMPT.ATTEMPT[.SAMPLE]`), with its frames.
 
     Raises:
         ConfigError: the run has no such policy version or trajectory.
@@ -89,7 +95,7 @@ def inspect(context: RunContext, what: str | None, console: Console | None = Non
     elif (version := _parse_version(what)) is not None:
         _print_version(context, version, console)
     else:
-        _print_trajectory(context, *_parse_trajectory(what), console=console)
+        _print_trajectory(context, *_parse_trajectory(what), console=console, frames=frames)
 
 
 def _parse_version(what: str) -> int | None:
@@ -258,7 +264,13 @@ def _object_table(context: RunContext, version: PolicyVersion) -> Table:
 
 
 def _print_trajectory(
-    context: RunContext, prompt: int, attempt: int, sample: int | None = None, *, console: Console
+    context: RunContext,
+    prompt: int,
+    attempt: int,
+    sample: int | None = None,
+    *,
+    console: Console,
+    frames: FrameTaker | None,
 ) -> None:
     key, attempts = GroupKey(prompt, attempt), list_fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
@@ -267,7 +279,7 @@ def _print_trajectory(
         table.add_row(f"attempt {other.attempt}", Text(str(fate), style="bold" if other == key else ""))
     fate = attempts[key]
     if isinstance(fate, Consumed | AwaitingTraining):
-        below = _show_trajectories(context, key, batch_of(context, fate), sample, table)
+        below = _show_trajectories(context, key, batch_of(context, fate), sample, table, frames)
     else:
         table.add_row("question", Text(_read_question(context, prompt)))
         table.add_row("responses", "not in storage: it was never committed")
@@ -289,7 +301,12 @@ def _read_question(context: RunContext, prompt: int) -> str:
 
 
 def _show_trajectories(
-    context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
+    context: RunContext,
+    key: GroupKey,
+    batch: BatchCommitted,
+    sample: int | None,
+    table: Table,
+    frames: FrameTaker | None,
 ) -> Table | Group | None:
     """Add rows about one trajectory to the table `table`. If `sample` is None, return a table of all trajectories in
     the group of responses to one prompt.
@@ -301,9 +318,9 @@ def _show_trajectories(
         return _group_table(context, key, chosen, batch.number)
     parts = split_turns(one)
     several = sum(part.author == "policy" for part in parts) > 1 or parts[-1].author == "environment"
-    if not several:
+    if not (several or frames):
         table.add_row("response", Text(ResponseReader(context).read(key.prompt, one)))
-    table.add_row("tokens", f"{one.response_tokens}: {_describe_spans(one)}")
+    table.add_row("tokens", f"{one.response_tokens}: {describe_spans(one)}")
     table.add_row("log-probs", describe_logprobs([value for part in parts for value in part.logprobs]))
     reward = "none, left out of its group" if one.left_out else f"{one.reward:g}"
     table.add_row("reward", Text(f"{reward} ({one.reason})" if one.reason else reward))
@@ -311,7 +328,8 @@ def _show_trajectories(
         table.add_row(*row)
     table.add_row("ending", one.ending.value)
     table.add_row("staleness", f"{batch.number - one.started_version} (started under version {one.started_version})")
-    return _show_turns(context, parts) if several else None
+    folder = Path(f"{context.run_id}-{key.prompt}.{key.attempt}.{sample}-frames")
+    return show_turns(context, parts, frames, folder) if several or frames else None
 
 
 def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
@@ -336,13 +354,6 @@ def _describe_parts(one: Trajectory) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in (one.reward_parts or {}).items())
 
 
-def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Group:
-    """Return a multi-turn trajectory part by part: who wrote the part, notes on its tokens, and its text."""
-    decode = context.tokenizer.decode_response
-    shown = (render_part(part.author, decode(part.readable, special=False), part.notes) for part in parts)
-    return Group(Text("turns", style="italic"), *shown)
-
-
 def _group_table(context: RunContext, key: GroupKey, trajectories: Sequence[Trajectory], number: int) -> Table:
     table = Table(title="trajectories", title_justify="left")
     optional: dict[str, Callable[[Trajectory], str]] = {
@@ -361,17 +372,6 @@ def _group_table(context: RunContext, key: GroupKey, trajectories: Sequence[Traj
         reward = "left out" if t.left_out else f"{t.reward:g}"
         table.add_row(str(t.sample), reward, *cells, t.ending.value, stale, str(t.response_tokens), response)
     return table
-
-
-def _describe_spans(trajectory: Trajectory) -> str:
-    """Return text that says which policy version generated which tokens of a response."""
-    written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
-    spans, start = [], 0
-    for version, run in groupby(written):
-        end = start + len(list(run))
-        spans.append(f"{start}-{end - 1} by version {version}" if end - start > 1 else f"{start} by version {version}")
-        start = end
-    return ", ".join(spans)
 
 
 # --- words --------------------------------------------------------------------------------------------------

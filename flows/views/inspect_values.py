@@ -6,9 +6,11 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from itertools import groupby
 from typing import Any
 
 from rollflow.flows.views.config_history import list_changes, shown_changes
+from rollflow.flows.views.frames.page_frames import place_page_frames
 from rollflow.flows.views.turns import choose_episodes, prompt_tokens, split_turns, write_episode
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, RollflowError
@@ -128,6 +130,17 @@ def describe_token_rewards(one: Trajectory) -> str:
     return f"{shown}{hidden} (sum {sum(value for _, value in given):g})"
 
 
+def describe_spans(trajectory: Trajectory) -> str:
+    """Return text that says which policy version generated which tokens of a response."""
+    written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
+    spans, start = [], 0
+    for version, run in groupby(written):
+        end = start + len(list(run))
+        spans.append(f"{start}-{end - 1} by version {version}" if end - start > 1 else f"{start} by version {version}")
+        start = end
+    return ", ".join(spans)
+
+
 def trajectories_of(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None
 ) -> Sequence[Trajectory]:
@@ -181,6 +194,9 @@ def write_newest_episodes(context: RunContext) -> str:
         if version.batch_entry is not None:
             file = context.batches.read_commit(version.batch_entry).file
             chosen = choose_episodes(TrajectoryBatch.from_bytes(context.batches.read(file)).groups())
-            texts = [write_episode(key, found, context.tokenizer.decode) for key, found in chosen]
+            texts = [
+                write_episode(key, found, context.tokenizer.decode, place_page_frames(context, key, found))
+                for key, found in chosen
+            ]
             return "\n\n".join([f"Version {version.number}, highest and lowest reward", *texts]) if texts else ""
     return ""

@@ -161,32 +161,42 @@ def choose_episodes(groups: Iterable[TrajectoryGroup]) -> list[tuple[GroupKey, l
         return []
     best, worst = (choose(judged, key=lambda found: found[0]) for choose in (max, min))
     chosen = [best] if best[0] == worst[0] else [best, worst]
-    return [(group.key, _list_branches(group, one)) for _, group, one in chosen]
+    return [(group.key, list_branches(group.trajectories, one)) for _, group, one in chosen]
 
 
-def _list_branches(group: TrajectoryGroup, first: Trajectory) -> list[Trajectory]:
+def list_branches(trajectories: Iterable[Trajectory], first: Trajectory) -> list[Trajectory]:
     """Return the trajectories of the episode that begins with the trajectory `first`."""
     found = {first.sample: first}
-    for one in group.trajectories:
+    for one in trajectories:
         if one.branch is not None and one.branch.parent in found:
             found[one.sample] = one
     return list(found.values())
 
 
-def write_episode(key: GroupKey, trajectories: Sequence[Trajectory], decode: Callable[[Sequence[int]], str]) -> str:
-    """Return an episode as Markdown: who wrote each part, with notes and the text."""
+def write_episode(
+    key: GroupKey,
+    trajectories: Sequence[Trajectory],
+    decode: Callable[[Sequence[int]], str],
+    place: Callable[[Sequence[TurnPart]], Iterable[TurnPart | str]] = lambda parts: parts,
+) -> str:
+    """Return an episode as Markdown: who wrote each part, with notes and the text. `place` puts frames, which are
+    written as Markdown, between the parts.
+    """
     first = trajectories[0]
     outcome = first.outcome.value if first.outcome else "no outcome"
     lines = [f"### Prompt {key.prompt}.{key.attempt}.{first.sample}: reward {first.reward:g}, {outcome}"]
-    lines += [_quote(first.reason)] if first.reason else []
+    lines += [quote_text(first.reason)] if first.reason else []
     parts = [part for one in trajectories for part in split_turns(one)]
-    for part in parts[:MOST_PARTS]:
-        lines += [f"**{part.author}** · " + " · ".join(part.notes), _quote(decode(part.readable))]
+    for part in place(parts[:MOST_PARTS]):
+        if isinstance(part, str):
+            lines.append(part)
+        else:
+            lines += [f"**{part.author}** · " + " · ".join(part.notes), quote_text(decode(part.readable))]
     lines += [f"{len(parts) - MOST_PARTS} further parts are not shown."] if len(parts) > MOST_PARTS else []
     return "\n\n".join(lines)
 
 
-def _quote(text: str) -> str:
+def quote_text(text: str) -> str:
     """Return a text as a Markdown block that shows it unchanged; the middle of a long text is left out."""
     if len(text) > LONGEST_PART:
         half = LONGEST_PART // 2

@@ -31,6 +31,11 @@ class EnvironmentBase(Section):
         return {}
 
     @property
+    def shown_frames(self) -> int:
+        """The largest number of frames of an episode on the run's page."""
+        return 0
+
+    @property
     def most_episodes(self) -> int | None:
         """The largest number of episodes that the environment plays at the same time; None if there is no limit."""
         return None

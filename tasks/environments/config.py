@@ -133,6 +133,11 @@ class MixedEnvironment(EnvironmentBase):
     )
 
     @property
+    def shown_frames(self) -> int:
+        """The largest number of frames of an episode on the run's page."""
+        return max(member.shown_frames for member in self.kinds.values())
+
+    @property
     def most_episodes(self) -> int:
         """The largest number of episodes that each of the environments plays at the same time."""
         return min(member.at_once for member in self.kinds.values())

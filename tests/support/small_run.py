@@ -133,6 +133,7 @@ def prepare_small(
     cluster: Mapping[str, object] | None = None,
     tracking: Mapping[str, object] | None = None,
     engine: Mapping[str, object] | None = None,
+    environment: Mapping[str, object] | None = None,
     **store: object,
 ) -> RunContext:
     """Prepare a run of `versions` versions in `ROLLFLOW_HOME`, without claiming it."""
@@ -156,6 +157,7 @@ def prepare_small(
             "tracking": tracking or {},
             "prompts": prompts or [SUMS],
             **({"reward": reward} if reward else {}),
+            **({"environment": environment} if environment else {}),
         }
     )
     return prepare(config, run_id)

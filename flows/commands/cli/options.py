@@ -169,6 +169,11 @@ def _add_watching(commands: Commands) -> None:
         "what", nargs="?", metavar="VERSION|TRAJECTORY", help="policy version (e.g. 7) or trajectory (e.g. 12.0.3)"
     )
     inspect.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    inspect.add_argument(
+        "--frames",
+        action="store_true",
+        help="replay the episode, and show what its environment renders after each turn",
+    )
 
     compare = commands.add(
         "compare",

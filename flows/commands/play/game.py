@@ -12,6 +12,7 @@ from rollflow.flows.commands.play.transcript import USER, NotedRenderer, Transcr
 from rollflow.flows.policies.asked_recipe import AskedRecipe
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.records import Prompt, StopReason
+from rollflow.tasks.environments.foreign.frames import FrameTaker
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.judging import Judge
@@ -35,6 +36,7 @@ class Game:
     screen: Screen
     scores: list[Score] = field(default_factory=list)
     is_over: bool = False
+    _taker: FrameTaker = field(default_factory=lambda: FrameTaker(is_replay=False))
 
     async def play(self, number: int, episodes: int | None, prompt: Prompt) -> None:
         """Play an episode from its prompt to its score, and show it; if the player leaves, the episode has no score.
@@ -44,6 +46,7 @@ class Game:
         """
         self.screen.begin(number, episodes, f"{prompt.domain}, prompt {prompt.index}")
         self._show_prompt(prompt)
+        self._taker.attach(self.recipe.environment, prompt)
         renderer = NotedRenderer(self.recipe.ports.renderer)
         conversation = Transcript(prompt, self.tokenizer, renderer)
         episode = PlayedEpisode(
@@ -98,8 +101,13 @@ class Game:
             self.screen.say(SPEAKERS.get(speaker, speaker), message["content"])
 
     def _show_messages(self, messages: Sequence[Mapping[str, str]]) -> None:
+        """Show what the environment has said, and the text that it renders if the messages do not contain it."""
         for message in messages:
             self.screen.say(SPEAKERS.get(message["role"], message["role"]), message["content"])
+        said = "".join(message["content"] for message in messages)
+        for frame in self._taker.take_new():
+            if frame.text.strip() not in said:
+                self.screen.say("frame", frame.text)
 
     async def _keep(self, _: PlayedEpisode) -> bool:
         """Return True if the episode is scored, and False if the player has left."""

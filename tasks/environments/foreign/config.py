@@ -71,6 +71,19 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
         "counted from 0 again",
     )
 
+    page_frames: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="largest number of frames of an episode on the run's page; for the frames, the environment repeats "
+        "the actions of two episodes when the page is written",
+    )
+
+    @property
+    def shown_frames(self) -> int:
+        """The largest number of frames of an episode on the run's page."""
+        return self.page_frames
+
     @model_validator(mode="after")
     def _check_paths(self) -> Self:
         for key in ("interpreter", "folder"):

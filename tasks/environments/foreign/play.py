@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class ForeignEpisodes(Environment):
         self.health = EnvironmentHealth(config.part, config.max_failures, str(config.spec["kind"]))
         self._name = f"environment {config.part}"
         self._pool: WorldPool | None = None
+        self.build_world: Callable[..., World] = World
 
     async def play(self, episode: Episode) -> Score | None:
         """Run an episode, as `Environment.play` specifies.
@@ -125,7 +126,7 @@ class ForeignEpisodes(Environment):
     def _find_pool(self) -> WorldPool:
         """Return the worker pool of the running event loop; create it if there is none."""
         if self._pool is None or self._pool.loop is not asyncio.get_running_loop():
-            self._pool = WorldPool(self._config, self.health)
+            self._pool = WorldPool(self._config, self.health, self.build_world)
         return self._pool
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from rollflow.storage.records import Outcome
@@ -26,8 +26,10 @@ STUCK_SECONDS = 60.0  # largest number of seconds that a killed process may take
 class WorldPool:
     """The worker processes of an environment, for one event loop."""
 
-    def __init__(self, config: WorldSettings, health: EnvironmentHealth) -> None:
-        self._config, self._health = config, health
+    def __init__(
+        self, config: WorldSettings, health: EnvironmentHealth, build_world: Callable[..., World] = World
+    ) -> None:
+        self._config, self._health, self._build_world = config, health, build_world
         self.loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(config.at_once)
         self._starting = asyncio.Lock()
@@ -53,7 +55,7 @@ class WorldPool:
                 self._health.check()
                 began = self._health.failure_round
                 guest = await self._start_guest()
-            world = World(guest, number, self._config, self._health)
+            world = self._build_world(guest, number, self._config, self._health)
             try:
                 await world.start()
                 yield world

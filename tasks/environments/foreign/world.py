@@ -36,6 +36,7 @@ class World:
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
         self.described: Mapping[str, Any] = {}  # what the environment offers (its answer to `open`)
+        self.opening: Mapping[str, Any] = {}  # further fields of the request `open`
         self._limits, self._used = config.limits, ComputedTime()
 
     async def start(self) -> None:
@@ -53,7 +54,7 @@ class World:
         """Create the environment and return the description of its tools. `seconds` replaces the time limits of the
         episode.
         """
-        self.described = await self._ask({"do": "open", "seed": seed}, seconds)
+        self.described = await self._ask({"do": "open", "seed": seed, **self.opening}, seconds)
         if not _are_tools(self.described.get("tools", [])):
             raise self._end(Outcome.UNJUDGED, "its process described its tools by no list of schemas")
         return self.described

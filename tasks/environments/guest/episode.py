@@ -2,13 +2,14 @@
 
 | request | answer |
 |---|---|
-| `open` | creates the environment; the tools of the policy, `has_reward`, and the fields of `durable` |
+| `open` | creates the environment (with `frames`, one that renders); tools, `has_reward`, the fields of `durable` |
 | `reset` with `row` and `seed` | `text`: the first observation or null |
 | `call` with `name`, `arguments`, `key` | `text`: the result of a tool; `error`: the policy may read why it failed |
 | `step` with `text` and `key` | `text`, `reward`, `ended`; `invalid` if the text is not an action |
 | `reward` | `value`: the reward of the episode |
 | `snapshot` | `data`: the state of the episode in Base64, and further fields for `restore` |
 | `restore` with the fields of a snapshot | returns the episode to the state; it follows `reset` |
+| `render` | `text`: a frame as text; or its pixels, `width`, `height` and RGB `data` in Base64; or nothing |
 | `close` | closes the environment |
 
 The answer `{"error": TEXT}` means that the user's code raised an error. The answer `{"fault": TEXT}` means that the
@@ -71,7 +72,7 @@ def serve_episode(connection: socket.socket, spec: Fields) -> None:
             "gymnasium": GymnasiumGuest,
             "mcp": McpGuest,
         }
-        guest = kinds[spec["kind"]](spec, load_class(spec))
+        guest = kinds[spec["kind"]]({**spec, "frames": request.get("frames", False)}, load_class(spec))
         described: Fields = guest.describe()
         return described
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollflow.tasks.environments.guest.durable import DurableParts
+from rollflow.tasks.environments.guest.frames import mark_colours, render_frame
 from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields
 
-COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 STEPS = "_elapsed_steps"  # attribute in which gymnasium's wrapper TimeLimit counts steps
 WORD = re.compile(r"[^\W_]+(?:[-_'][^\W_]+)*|[^\w\s]")
 
@@ -59,6 +59,10 @@ class GymnasiumGuest:
             setattr(one, STEPS, counted[number])
         return self._durable.restore(data)
 
+    def do_render(self) -> Fields:
+        """Return what the environment renders, for people."""
+        return render_frame(self._own)
+
     def do_close(self) -> Fields:
         """Close the environment."""
         self._own.close()
@@ -85,13 +89,13 @@ def list_counters(environment: Any) -> Iterator[Any]:
 
 def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
     """Create the environment. If the config names no render mode and the environment can render text (mode "ansi"),
-    this mode is used."""
-    options = dict(spec["options"])
+    this mode is used. If frames are wanted of an environment that renders no text, the mode is "rgb_array"."""
+    options, wanted = dict(spec["options"]), ("ansi", "rgb_array") if spec.get("frames") else ("ansi",)
     if parts.get("path"):
         factory = parts["path"]
         modes = (getattr(factory, "metadata", None) or {}).get("render_modes", ())
-        if "ansi" in modes and "render_mode" in inspect.signature(factory).parameters:
-            options.setdefault("render_mode", "ansi")
+        if "render_mode" in inspect.signature(factory).parameters:
+            options = {**choose_mode(modes, wanted), **options}
         return factory(**options)
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
@@ -99,11 +103,15 @@ def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
     try:
         entry = gymnasium.spec(spec["id"]).entry_point
         creator = load_env_creator(entry) if isinstance(entry, str) else entry
-        if "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
-            options.setdefault("render_mode", "ansi")
-        return gymnasium.make(spec["id"], **options)
+        modes = (getattr(creator, "metadata", None) or {}).get("render_modes", ())
+        return gymnasium.make(spec["id"], **{**choose_mode(modes, wanted), **options})
     except gymnasium.error.Error as error:
         raise EnvironmentFault(f"gymnasium cannot make the environment ({error})") from error
+
+
+def choose_mode(modes: Sequence[str], wanted: Sequence[str]) -> Fields:
+    """Return the first wanted render mode that an environment has, as an option; {} if it has none."""
+    return next(({"render_mode": mode} for mode in wanted if mode in modes), {})
 
 
 def build_actions(given: Mapping[str, Any], space: Any) -> dict[str, Any]:
@@ -136,8 +144,3 @@ def find_action(text: str, actions: Mapping[str, Any]) -> Any:
     if not found:
         raise ValueError("no action; the actions are " + ", ".join(actions))
     return actions[max(found)[2]]
-
-
-def mark_colours(text: str) -> str:
-    """Replace terminal colour codes by brackets around the coloured text, because the policy sees no colours."""
-    return COLOURED.sub(r"[\1]", text)

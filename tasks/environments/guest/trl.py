@@ -1,7 +1,8 @@
 """Adapts a class that follows the contract of TRL's `environment_factory`.
 
 Each object of the user's class serves one episode. `reset(**row)` returns None or a text for the policy. Every other
-public method is a tool, except `get_reward()`, which returns the reward of the episode. Methods may be asynchronous.
+public method is a tool, except `get_reward()`, which returns the reward of the episode, and in a class with a
+`render_mode` `render()`, which shows the state to people. Methods may be asynchronous.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollflow.tasks.environments.guest.durable import DurableParts
+from rollflow.tasks.environments.guest.frames import pack_frame
 from rollflow.tasks.environments.guest.schema import build_schema
 from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields, describe_error
 
@@ -28,7 +30,8 @@ class TrlGuest:
         if not callable(getattr(self._own, "reset", None)):
             raise EnvironmentFault("the class has no method reset; write `def reset(self, **row) -> str | None`")
         self._durable = DurableParts(self._own, self._finish)
-        hidden = {"reset", "get_reward", *self._durable.names}
+        self._renders = bool(getattr(self._own, "render_mode", None)) and callable(getattr(self._own, "render", None))
+        hidden = {"reset", "get_reward", *self._durable.names, *(["render"] if self._renders else [])}
         methods = inspect.getmembers(self._own, inspect.ismethod)
         self._tools: dict[str, Callable[..., Any]] = {
             name: method for name, method in methods if not name.startswith("_") and name not in hidden
@@ -66,6 +69,10 @@ class TrlGuest:
     def do_reward(self) -> Fields:
         """Compute the reward of the episode."""
         return {"value": float(self._finish(self._own.get_reward()))}
+
+    def do_render(self) -> Fields:
+        """Return what the environment renders, for people."""
+        return pack_frame(self._finish(self._own.render())) if self._renders else {}
 
     def do_snapshot(self) -> Fields:
         """Return the state of the episode."""

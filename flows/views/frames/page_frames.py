@@ -1,0 +1,52 @@
+"""Writes the frames of an episode as Markdown, for the page of a run in Prefect."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from rollflow.flows.views.frames.pictures import name_turn, place_frames, write_png
+from rollflow.flows.views.frames.replaying import replay_frames
+from rollflow.flows.views.turns import TurnPart, quote_text
+from rollflow.storage.errors import RollflowError
+from rollflow.storage.records import GroupKey, Trajectory
+from rollflow.tasks.environments.foreign.frames import FrameTaker
+from rollflow.tasks.run.context import RunContext
+
+PAGE_SECONDS = 20.0  # longest time in seconds of a replay for the page, for which the supervising flow waits
+LONGEST_SIDE = 320  # largest number of pixels of a side of a picture on the page
+COLOURS = 64  # number of colours of a picture on the page, which bounds its size
+
+
+def place_page_frames(
+    context: RunContext, key: GroupKey, trajectories: Sequence[Trajectory]
+) -> Callable[[Sequence[TurnPart]], Iterable[TurnPart | str]]:
+    """Return a function that puts the frames of an episode between its parts, as Markdown; without `page_frames` in the
+    config, the function returns the parts alone.
+    """
+    if not (most := context.config.environment.shown_frames):
+        return lambda parts: parts
+    taker = FrameTaker(most)
+    try:
+        replay_frames(context, key, trajectories, taker, PAGE_SECONDS)
+    except RollflowError as error:  # the page shows the episode without frames
+        taker.reason = str(error)
+    return functools.partial(_write_frames, taker, context.tokenizer.decode)
+
+
+def _write_frames(
+    taker: FrameTaker, decode: Callable[[Sequence[int]], str], parts: Sequence[TurnPart]
+) -> Iterator[TurnPart | str]:
+    for one in place_frames(parts, taker.frames, decode):
+        if isinstance(one, TurnPart):
+            yield one
+            continue
+        yield f"**frame** · {name_turn(one)}"
+        if one.pixels:
+            data = base64.b64encode(write_png(one, LONGEST_SIDE, COLOURS)).decode()
+            yield f"![frame {name_turn(one)}](data:image/png;base64,{data})"
+        else:
+            yield quote_text(one.text)
+    if taker.reason:
+        yield quote_text(f"no further frames: {taker.reason}")
