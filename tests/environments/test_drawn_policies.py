@@ -66,6 +66,7 @@ SHARED: dict[str, st.SearchStrategy[Any]] = {
     "setup_seconds": SECONDS,
     "turn_seconds": SECONDS,
     "close_seconds": SECONDS,
+    "page_frames": st.integers(0, 100),
     "episode_seconds": SECONDS,
     "max_failures": st.integers(1, 30),
 }
