@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from rollflow.flows.locations import check_kept, read_policy_folder
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
 from rollflow.storage.policies import PolicyVersion
-from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.policies.tokenizer import find_other_reading
 from rollflow.tasks.run.context import RunContext
 
@@ -28,8 +28,8 @@ def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
         Corrupt: the stored weights differ from the published weights.
     """
     with _create_folder(folder.expanduser().absolute()) as temporary:
-        _check_kept(context, version)
-        for name, data in _read_policy_files(context).items():
+        check_kept(context, version)
+        for name, data in read_policy_folder(context).items():
             (temporary / name).write_bytes(data)
         context.policies.copy_weights(version, temporary)
         _check_tokenizer_agrees(context, temporary)
@@ -56,30 +56,6 @@ def _create_folder(folder: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_kept(context: RunContext, version: PolicyVersion) -> None:
-    """Raise `ConfigError` if the weights of this policy version were deleted. The error lists the policy versions that
-    can be exported.
-    """
-    stored = set(context.store.list("policies"))
-    policies = context.policies
-    if policies.has_weights(version, stored.__contains__):
-        return
-    numbers = sorted({int(path.split("/")[1]) for path in stored if "/weights/" in path})
-    newest = policies.newest()
-    whole = [v for v in numbers if v <= newest and policies.has_weights(policies.find(v), stored.__contains__)]
-    raise ConfigError(
-        f"version {version.number}: the weights of this version were deleted; run {context.run_id!r} "
-        f"still has the weights of versions {', '.join(map(str, whole)) or 'none'} (see store.keep_every "
-        "and store.keep_last)"
-    )
-
-
-def _read_policy_files(context: RunContext) -> dict[str, bytes]:
-    """Return the files of the run's policy folder (such as its tokenizer) by name, without the weights."""
-    names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
-    return {Path(path).name: context.store.get(path) for path in names}
 
 
 def _read_prompts(context: RunContext) -> list[str]:

@@ -13,6 +13,7 @@ from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import run_id as checked
@@ -139,6 +140,30 @@ def find_published(context: RunContext, version: int) -> PolicyVersion:
         there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
         raise ConfigError(f"version {version} is not published; run {context.run_id!r} {there}")
     return context.policies.find(version)
+
+
+def check_kept(context: RunContext, version: PolicyVersion) -> None:
+    """Raise `ConfigError` if the weights of this policy version were deleted. The error lists the policy versions whose
+    weights exist.
+    """
+    stored = set(context.store.list("policies"))
+    policies = context.policies
+    if policies.has_weights(version, stored.__contains__):
+        return
+    numbers = sorted({int(path.split("/")[1]) for path in stored if "/weights/" in path})
+    newest = policies.newest()
+    whole = [v for v in numbers if v <= newest and policies.has_weights(policies.find(v), stored.__contains__)]
+    raise ConfigError(
+        f"version {version.number}: the weights of this version were deleted; run {context.run_id!r} "
+        f"still has the weights of versions {', '.join(map(str, whole)) or 'none'} (see store.keep_every "
+        "and store.keep_last)"
+    )
+
+
+def read_policy_folder(context: RunContext) -> dict[str, bytes]:
+    """Return the files of the run's policy folder (such as its tokenizer) by name, without the weights."""
+    names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
+    return {Path(path).name: context.store.get(path) for path in names}
 
 
 def _created_at(context: RunContext) -> float:

@@ -227,7 +227,7 @@ def _find_newest(versions: Path, name: str) -> Path | None:
 
 
 def _start_from(config: RunConfig, folder: Path) -> RunConfig:
-    policy = config.policy.model_copy(update={"path": str(folder), "cold_start": None})
+    policy = config.policy.model_copy(update={"path": str(folder), "from_run": None, "cold_start": None})
     return config.model_copy(update={"policy": policy})
 
 

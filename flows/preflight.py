@@ -6,7 +6,7 @@ libraries that the recipe needs are imported.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +14,16 @@ from pathlib import Path
 from rollflow.flows.config import check_new_run
 from rollflow.flows.keepalive.gpus import divide_gpus, spans_gpus
 from rollflow.flows.keepalive.placement import check_private_placement, note_placement
-from rollflow.flows.locations import store_uri
+from rollflow.flows.locations import read_policy_folder, store_uri
+from rollflow.flows.policies.earlier_version import EarlierVersion, find_earlier, name_policy, open_weights
 from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.ray_cluster.ray_access import check_membership
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.reachability import check_folder, check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.storage.errors import ConfigError, Unreachable
+from rollflow.storage.log.entries import SourceVersion
 from rollflow.storage.objects import Data, open_store
+from rollflow.storage.objects.disk import map_file
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, find_folder_hindrance, kv_cache_need
 from rollflow.tasks.environments.config import ToolsEnvironment, split_environments
@@ -30,8 +33,6 @@ from rollflow.tasks.policies.folder import (
     copy_folder,
     find_policy,
     set_dtype,
-    weight_files,
-    weight_paths,
 )
 from rollflow.tasks.policies.stop import GENERATION
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, find_other_reading
@@ -76,7 +77,8 @@ class Preflight:
     `files` and `weights` map names to the files of the policy. `probe` has tokens on which an inference engine and the
     learner are compared after a weight update. `read` is a function that returns the content of a prompt file, and
     `pins` has the hashes of the prompt files. `notes` are sentences for the user, for example about checks that were
-    skipped. If the policy has not been downloaded, `files`, `weights`, `probe` and `pins` are empty.
+    skipped. If the policy was not read, `files`, `weights`, `probe` and `pins` are empty. `source_version` names the
+    version of an earlier run from which the policy was copied, if any.
     """
 
     files: Mapping[str, bytes]
@@ -85,13 +87,14 @@ class Preflight:
     pins: tuple[Pin, ...]
     read: Reader
     notes: tuple[str, ...] = ()
+    source_version: SourceVersion | None = None
 
 
 def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tell: Tell = lambda _: None) -> Preflight:
     """Check everything about a new run that can be checked before it starts.
 
-    If `download` is false, a policy on the Hugging Face Hub is not downloaded. If `ask` is false, no service is
-    contacted. `tell` is called with messages about the progress of the checks.
+    If `download` is false, no policy is downloaded or copied. If `ask` is false, no service is contacted. `tell` is
+    called with messages about the progress of the checks.
 
     Raises:
         ConfigError: the run would fail; the message says what the user must change in the recipe.
@@ -105,15 +108,11 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     read = read_once()
     rows = read_files(config, read)
     try_pytest_cases(config, list_asked(rows))
-    if config.policy.path is not None and find_policy(config.policy.path, download) is None:
-        notes += _note_few_held_out(config, open_prompts(config, None, read).count_held_out())
-        notes.append(
-            f"policy.path = {config.policy.path!r} is not in this machine's cache of the Hugging Face hub, "
-            "so its tokenizer, template, context and weights were not checked; `rollflow run` downloads and "
-            "checks them first"
-        )
+    if unread := _note_unread_policy(config, download, ask):
+        notes += [*_note_few_held_out(config, open_prompts(config, None, read).count_held_out()), unread]
         return Preflight({}, {}, (), (), read, tuple(notes))
-    files = set_dtype(read_policy_files(config, read), config.policy.dtype)
+    earlier = find_earlier(config)
+    files = set_dtype(read_policy_files(config, read, earlier), config.policy.dtype)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, data in files.items():
@@ -129,12 +128,30 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         notes += [*describe_files(prompts), _note_near_duplicates(config, prompts)]
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_tokenizer_agrees(config, folder, [prompt.text for prompt in first])
-        if config.policy.path is not None:
-            _check_weights(config, folder, tokenizer)
+        with open_weights(config, earlier, copy=download) as paths:
+            if paths:  # The policy of a cold start has no weights yet; the learner initializes them.
+                _check_weights(config, folder, tokenizer, paths)
+            weights = {file.name: map_file(file) for file in paths}
         probe, pins = probe_tokens(prompts, tokenizer.probe_length), pin_prompts(config, prompts, read)
-    # A policy without `policy.path` has no weights yet; the learner initializes them.
-    weights = {} if config.policy.path is None else weight_files(config.policy.path)
-    return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
+    notes += [earlier.describe(copied=download)] if earlier else []
+    return Preflight(
+        files, weights, tuple(probe), pins, read, tuple(notes), earlier.source_version if earlier else None
+    )
+
+
+def _note_unread_policy(config: RunConfig, download: bool, ask: bool) -> str:
+    """Return a note if the policy cannot be checked because it may not be downloaded, or no store may be asked; else
+    return "".
+    """
+    path, earlier = config.policy.path, config.policy.from_run
+    if path is not None and find_policy(path, download) is None:
+        return (
+            f"policy.path = {path!r} is not in this machine's cache of the Hugging Face hub, so its tokenizer, "
+            "template, context and weights were not checked; `rollflow run` downloads and checks them first"
+        )
+    if earlier is not None and not ask and "://" in (earlier.run if "/" in earlier.run else store_uri(config)):
+        return f"not asked: policy.from_run.run = {earlier.run!r}; `rollflow run` checks the policy of this run first"
+    return ""
 
 
 def recheck(config: RunConfig, context: RunContext) -> None:
@@ -283,10 +300,12 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
     return [f"evaluation.prompts = {config.evaluation.prompts}: {few}"]
 
 
-def read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
-    """Return the files of the policy folder without the weights. The folder is at `policy.path`; without this key, a
-    new small policy is used.
+def read_policy_files(config: RunConfig, read: Reader, earlier: EarlierVersion | None = None) -> dict[str, bytes]:
+    """Return the files of the policy folder without the weights. The folder is that of the run of the version
+    `earlier`, or the folder at `policy.path`; otherwise a new small policy is used.
     """
+    if earlier is not None:
+        return read_policy_folder(earlier.context)
     if config.policy.cold_start is None:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
@@ -301,7 +320,7 @@ def check_policy(config: RunConfig, folder: Path, *, engine: bool = True) -> Pol
         ConfigError: the policy cannot answer the recipe's prompts.
     """
     check_files(folder)
-    if config.policy.path is not None:
+    if config.policy.cold_start is None:
         check_config(folder)
     if engine:
         _check_engine(config, folder)
@@ -325,35 +344,30 @@ def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
         )
 
 
-def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) -> None:
+def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer, paths: Sequence[Path]) -> None:
     """Reject weights that do not fit the policy's configuration, and a vocabulary that is larger than the embedding."""
     from rollflow.tasks.policies.tensors import check_tensors  # imports torch
 
-    assert config.policy.path is not None
-    for file in weight_paths(config.policy.path):
+    for file in paths:
         (folder / file.name).symlink_to(file.resolve())
     check_rows(tokenizer, check_tensors(folder, config.policy.dtype))
 
 
 def _check_engine(config: RunConfig, folder: Path) -> None:
     """Reject a policy that the inference engine cannot run."""
-    path = config.policy.path
+    cold, named = config.policy.cold_start, name_policy(config.policy)
     if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
-        cold = config.policy.cold_start
-        named = f"policy.path = {path!r}" if cold is None else f"policy.cold_start.heads = {cold.heads}"
         check_head_size(folder, named, cluster.count_machine_gpus)
     trains = isinstance(config.engine, TransformersEngineConfig)
-    if path is None or not (trains or config.evaluation.engine == "transformers"):
+    if cold is not None or not (trains or config.evaluation.engine == "transformers"):
         return
     try:
         why = find_folder_hindrance(folder)
     except ValueError as error:
-        raise ConfigError(f"policy.path = {path!r}: {error}; save the policy again") from None
+        raise ConfigError(f"{named}: {error}; save the policy again") from None
     if why is not None:
         cure = f'set {"engine.kind" if trains else "evaluation.engine"} = "{"vllm" if trains else "own"}"'
-        raise ConfigError(
-            f"policy.path = {path!r}: the transformers engine cannot run {why}; {cure}, or choose another policy"
-        )
+        raise ConfigError(f"{named}: the transformers engine cannot run {why}; {cure}, or choose another policy")
 
 
 def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
@@ -375,10 +389,9 @@ def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -
     """Reject a policy whose tokenizer other tools would load differently, because these tools could not use the trained
     policy.
     """
-    path = config.policy.path
-    if path is not None and (what := find_other_reading(folder, texts)) is not None:
+    if config.policy.cold_start is None and (what := find_other_reading(folder, texts)) is not None:
         raise ConfigError(
-            f"policy.path = {path!r}: {what}; save the tokenizer that is right: "
+            f"{name_policy(config.policy)}: {what}; save the tokenizer that is right: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes AutoTokenizer and "
             "tokenizer.json agree"
         )

@@ -56,6 +56,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
         prompts=tuple(pin.model_dump() for pin in found.pins),
         policy=tuple(_describe_stored(path, data) for path, data in policy.items()),
         models=tuple(_describe_stored(path, data) for path, data in models.items()),
+        source_version=found.source_version,
         probe_tokens=found.probe,
         code_version=package_version("rollflow"),
         format=FORMAT,

@@ -85,7 +85,9 @@ def describe_entry(entry: Entry) -> str:
     body = entry.body
     match body:
         case RunCreated():
-            return f"run {body.run_id} created by rollflow {body.code_version or '(unknown)'}"
+            source = body.source_version
+            begins = f", begins with version {source.version} of run {source.run_id} ({source.uri})" if source else ""
+            return f"run {body.run_id} created by rollflow {body.code_version or '(unknown)'}{begins}"
         case Claimed():
             return (
                 f"claimed by {body.who or f'a {entry.role}'} (process {body.process} on {body.host or 'this machine'})"

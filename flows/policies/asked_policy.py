@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollflow.flows.locations import find_published, find_run
+from rollflow.flows.policies.earlier_version import find_earlier
 from rollflow.flows.preflight import check_policy, read_policy_files
 from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.policies.folder import find_policy, set_dtype, weight_paths
@@ -53,7 +54,7 @@ def open_policy(name: str, version: int | None, store: str | None, config: RunCo
         return open_version(find_run(name, store), version, config)
     if version is not None:
         raise ConfigError(f"--version {version}: {name!r} is a folder with one policy; leave --version out")
-    own = config.policy.model_copy(update={"path": name, "cold_start": None})
+    own = config.policy.model_copy(update={"path": name, "from_run": None, "cold_start": None})
     return open_recipe_policy(config.model_copy(update={"policy": own}), scratch)
 
 
@@ -85,12 +86,14 @@ def open_version(context: RunContext, number: int | None, config: RunConfig | No
 
 
 def open_recipe_policy(config: RunConfig, scratch: Path, read: Reader | None = None) -> AskedPolicy:
-    """Open the policy of a recipe, whose files are written to the empty folder `scratch`. The policy of a cold start
-    has a tokenizer, but no weights.
+    """Open the policy of a recipe, whose files are written to the empty folder `scratch`, unless it is a version of an
+    earlier run. The policy of a cold start has a tokenizer, but no weights.
 
     Raises:
         ConfigError: the policy cannot be used; the message says what the user must change.
     """
+    if earlier := find_earlier(config):
+        return open_version(earlier.context, earlier.version.number, config)
     files = set_dtype(read_policy_files(config, read or read_once()), config.policy.dtype)
     for name, data in files.items():
         (scratch / name).write_bytes(data)

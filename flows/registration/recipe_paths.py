@@ -7,6 +7,7 @@ folder, and paths in `--set` to the working folder.
       value; with format = "hub", only one with the suffix of a table |
     | `policy.path`, `path` of a reward model | an existing folder, or a name that cannot be a hub name; anything else
       is a hub name |
+    | `policy.from_run.run` | a value with a slash and without a scheme; any other value is a run id or a URI |
     | `store.uri` | a value without a scheme |
     | `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
 
@@ -58,6 +59,7 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
     prompts = tree.get("prompts")
     candidates: list[tuple[str, Any, str, Anchor]] = [
         ("policy", tree.get("policy"), "path", _anchor_policy),
+        ("policy.from_run", _read_table(tree.get("policy"), "from_run"), "run", _anchor_run),
         ("store", tree.get("store"), "uri", _anchor_store),
         ("tracking", tree.get("tracking"), "uri", _anchor_tracking),
     ]
@@ -83,6 +85,14 @@ def _list_scorers(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
     named = tree.get("rewards")
     further = named.items() if isinstance(named, Mapping) else ()
     return [("reward", tree.get("reward")), *((f"rewards.{name}", table) for name, table in further)]
+
+
+def _read_table(tree: Any, key: str) -> Any:
+    return tree.get(key) if isinstance(tree, Mapping) else None
+
+
+def _anchor_run(run: str, folder: Path) -> str:
+    return _anchor_file(run, folder) if "/" in run and "://" not in run else run
 
 
 def _anchor_file(path: str, folder: Path) -> str:

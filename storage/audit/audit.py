@@ -34,7 +34,7 @@ from typing import Any
 
 from rollflow.storage.audit import checkpoints
 from rollflow.storage.audit.checkpoints import AuditCheckpoint
-from rollflow.storage.audit.commits import check_batch, check_version, list_prompt_files
+from rollflow.storage.audit.commits import check_batch, check_version, describe_altered_copies, list_prompt_files
 from rollflow.storage.audit.deltas import DeltaChains
 from rollflow.storage.audit.expected import NOTHING, Expected
 from rollflow.storage.audit.expecting import Expecting, OpenSince
@@ -209,6 +209,8 @@ class _Audit:
         if limits and {body.sources, len(body.prompts) or body.sources} != {limits.sources}:
             told = f"{body.sources} sources and {len(body.prompts)} pins"
             what = f"the run was created with {told}, but its config has {limits.sources} [[prompts]] sections"
+            self.report.add("lineage", entry_path(0), what)
+        for what in describe_altered_copies(body):
             self.report.add("lineage", entry_path(0), what)
         for stored in (*list_prompt_files(body, self.report.add), *body.policy, *body.models):
             self._ask(NamedObject(stored, 0, "run"), looking)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from rollflow.storage.audit.expected import BatchLimits
 from rollflow.storage.audit.report import ViolationKind
@@ -157,3 +158,14 @@ def list_prompt_files(body: RunCreated, report: Callable[[ViolationKind, str, st
             case _:
                 what = f"the entry describes a prompt file by an invalid path, size and hash: {described!r}"
                 report("lineage", entry_path(0), what)
+
+
+def describe_altered_copies(body: RunCreated) -> Iterator[str]:
+    """Describe each weight file of the version of an earlier run with which a run begins, of which the run has no
+    identical copy.
+    """
+    copies = {(Path(stored.path).name, stored.size, stored.sha256) for stored in body.policy}
+    source = body.source_version
+    for stored in source.weights if source else ():
+        if source and (Path(stored.path).name, stored.size, stored.sha256) not in copies:
+            yield f"the run begins with version {source.version} of {source.uri}, but has no copy of its {stored.path}"

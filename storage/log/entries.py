@@ -48,6 +48,20 @@ class TrainedGroup(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SourceVersion:
+    """The policy version of an earlier run with which a run begins. The field `uri` is the address of the earlier run,
+    and `entry` is the log entry of the earlier run that published the version. The paths in `weights` are those in the
+    earlier run; the new run has copies of these files.
+    """
+
+    uri: str
+    run_id: str
+    version: int
+    entry: int
+    weights: tuple[StoredObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunCreated:
     """The body of entry 0. The field `config` is the run's whole config, and `sources` is the number of prompt sources
     in the config."""
@@ -66,6 +80,7 @@ class RunCreated:
     # true: the tokens of a prompt contain at most one start token, and no end token at the end
     single_start: bool = False
     models: tuple[StoredObject, ...] = ()  # the files of the reward models
+    source_version: SourceVersion | None = None  # the version of an earlier run with which this run begins, if any
     kind: Literal["run-created"] = "run-created"
 
 
@@ -262,7 +277,7 @@ def entry_number(path: str) -> int | None:
 def encode(entry: Entry) -> EncodedEntry:
     """Encode a log entry as bytes; the lists of a large log entry move to a separate index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
-    for name in ("unjudged", "deltas"):  # earlier releases wrote no such field
+    for name in ("unjudged", "deltas", "source_version"):  # earlier releases wrote no such field
         if not tree["body"].get(name, True):
             del tree["body"][name]
     data = seal_tree(tree)

@@ -1,4 +1,6 @@
-"""Defines the config section `[policy]`, which names the policy to train: an existing model or a cold start."""
+"""Defines the config section `[policy]`, which names the policy to train: an existing model, a policy version of an
+earlier run, or a cold start.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,30 @@ class ColdStart(Section):
     )
 
 
+class EarlierRun(Section):
+    """A policy version of an earlier run, whose weights and tokenizer the new run copies once, at its start."""
+
+    run: str = Field(
+        min_length=1,
+        description="run id of the earlier run in the store of the new run, or the path or URI of any run",
+    )
+    version: int | None = Field(
+        None,
+        ge=0,
+        description="policy version of the earlier run; default: the newest version at the start of the new run",
+    )
+
+
 class PolicyConfig(Section):
-    """The policy to train: a Hugging Face model (folder or name on the hub), or a new small model (a cold start)."""
+    """The policy to train: a Hugging Face model (folder or name on the hub), a policy version of an earlier run, or a
+    new small model (a cold start)."""
 
     path: str | None = Field(
         None,
         description="path of a folder with a Hugging Face model, relative to the recipe file, or the name of a "
         "model on the Hugging Face hub",
     )
+    from_run: EarlierRun | None = None
     cold_start: ColdStart | None = None
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="data type of the policy's weights, both in the learner and in the engines"

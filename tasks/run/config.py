@@ -179,8 +179,8 @@ class RunConfig(Section):
 
     def _policy(self) -> Refusals:
         cold = self.policy.cold_start
-        if (self.policy.path is None) == (cold is None):
-            cure = "give either policy.path or [policy.cold_start], but not both"
+        if sum(given is not None for given in (self.policy.path, self.policy.from_run, cold)) != 1:
+            cure = "give exactly one of policy.path, [policy.from_run] and [policy.cold_start]"
             yield refusal("policy.path", self.policy.path, cure)
         if cold and cold.hidden_size % cold.heads:
             cure = f"heads must divide hidden_size = {cold.hidden_size}; choose a divisor"

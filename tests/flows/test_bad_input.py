@@ -71,7 +71,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "environment={kind='tools', mcp={shop={command=['a'], env={SHOP_TOKEN='x'}}}}",
             ["environment.mcp.shop.env.SHOP_TOKEN = '...'", "environment.mcp.shop.pass_env"],
         ),
-        ("policy.path=x", ["policy.path = '/", "/x': ", "but not both"]),
+        ("policy.path=x", ["policy.path = '/", "/x': ", "give exactly one of"]),
         ("train.lora.rank=0", ["train.lora.rank = 0", "less than or equal to the minimum of 0"]),
         ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),
         ("train={kind = 'deepspeed', lora = {}}", ["train.kind = 'deepspeed'", "remove [train.lora]"]),

@@ -28,6 +28,7 @@ from rollflow.flows.registration.registering import register
 from rollflow.flows.services.process import PrefectServer
 from rollflow.flows.tracking.registry import EvaluationScore, RegisteredVersion, z_score
 from rollflow.storage.errors import Unreachable
+from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
@@ -108,6 +109,22 @@ def test_four_nights_promote_prune_and_continue(plan: Nightly, tmp_path: Path) -
     assert again.ok
     left = [one.tags["run"] for one in registry.search_model_versions("name='math'")]
     assert sorted(left) == [ids[1], ids[3]]  # a pruned night without files is not registered
+
+
+def test_night_after_a_night_ignores_the_earlier_run(plan: Nightly, tmp_path: Path) -> None:
+    recipe = (tmp_path / "math.toml").read_text()
+    chosen = f'path = "{tmp_path}/policy"'
+    assert chosen in recipe
+    (tmp_path / "math.toml").write_text(recipe.replace(chosen, 'from_run = {run = "sums"}'))
+    make_policy(last := tmp_path / "home/nightly/math/math-night-20261024-2300")
+    policies: list[PolicyConfig] = []
+
+    def begin(config: RunConfig, run_id: str, seconds: float) -> RunContext:
+        policies.append(config.policy)
+        raise Unreachable("it is not trained")
+
+    run_night(plan, FIRST + NIGHT, begin)
+    assert policies == [PolicyConfig(path=str(last))]
 
 
 def test_nightly_report_quotes_the_error_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -142,6 +142,23 @@ def test_names_and_urls_in_a_recipe_are_not_changed_to_paths(
     assert getattr(getattr(load_recipe(recipe), section), key) == value
 
 
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        ("sums-20260101-120000", "sums-20260101-120000"),
+        ("s3://bucket/runs/sums", "s3://bucket/runs/sums"),
+        ("/abs/runs/sums", "/abs/runs/sums"),
+        ("./sums", "FOLDER/sums"),
+        ("store/runs/sums", "FOLDER/store/runs/sums"),
+    ],
+)
+def test_path_of_an_earlier_run_is_relative_to_the_recipe(tmp_path: Path, run: str, found: str) -> None:
+    (tmp_path / "one.toml").write_text(f'[policy.from_run]\nrun = "{run}"\n')
+    from_run = load_recipe(tmp_path / "one.toml").policy.from_run
+    assert from_run is not None
+    assert from_run.run == found.replace("FOLDER", str(tmp_path))
+
+
 def test_tilde_in_a_recipe_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     recipe = tmp_path / "one.toml"
