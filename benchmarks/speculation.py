@@ -41,7 +41,7 @@ from rollflow.tasks.engines.base import DraftCounts, Generation, GenerationReque
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.past_responses import PastResponses
 from rollflow.tasks.engines.speculation import LONGEST_NGRAM, SHORTEST_NGRAM, PastResponse
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from rollflow.tasks.run.context import RunContext
 
 RECIPE = """

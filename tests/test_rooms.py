@@ -54,7 +54,8 @@ MAY: dict[str, set[str]] = {
     "tasks/sandboxes/box": set(),
     "tasks/sandboxes/host": {"tasks/sandboxes/box"},
     "tasks/sandboxes/server": {"tasks/runtime", "tasks/sandboxes"},
-    "tasks/engines": {"tasks/runtime", "tasks/policies"},
+    "tasks/engines": {"tasks/engines/vllm", "tasks/runtime", "tasks/policies"},
+    "tasks/engines/vllm": {"tasks/engines", "tasks/runtime", "tasks/policies"},
     # The contract, and above its own rooms the torch learner and `build_learner`.
     "tasks/learners": {
         *("tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/forward"),
@@ -149,7 +150,7 @@ LIBRARIES: dict[str, set[str]] = {
     },
     "mlflow": {"flows/tracking/tracking", "flows/tracking/mlflow_run", "flows/tracking/registry"},
     "s3fs": {"storage/objects/s3_requests"},
-    "vllm": {"tasks/engines"},
+    "vllm": {"tasks/engines/vllm"},
     "torch": {
         "tasks/engines",
         "tasks/learners",

@@ -139,7 +139,7 @@ def _wait_for_spare(kind: Kind, file: Path) -> bool:
 def import_all(kind: Kind) -> None:
     """Import all modules of a kind."""
     if kind == "engine":
-        from rollflow.tasks.engines.vllm import import_early
+        from rollflow.tasks.engines.vllm.engine import import_early
 
         import_early()
     with pause_collector():

@@ -37,7 +37,7 @@ def build_engine(
 
             return TimedEngine(config, policy_folder)
         case VllmEngineConfig():
-            from rollflow.tasks.engines.vllm import VllmEngine
+            from rollflow.tasks.engines.vllm.engine import VllmEngine
 
             folder = _require_folder(policy_folder)
             return VllmEngine(config, folder, dtype=dtype, seeded=seeded, told_as=told_as, read_past=read_past)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.config import EngineConfig, VllmEngineConfig
 
-PROPOSER = "rollflow.tasks.engines.vllm_drafts.PastDrafts"
+PROPOSER = "rollflow.tasks.engines.vllm.drafts.PastDrafts"
 SHORTEST_NGRAM, LONGEST_NGRAM = 2, 5  # numbers of newest tokens that `ngram` looks for in the prompt and the response
 
 PastResponse: TypeAlias = tuple[bytes, bytes]  # a prompt and the tokens that followed it, as 32-bit integers

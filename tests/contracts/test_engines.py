@@ -17,7 +17,7 @@ from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from rollflow.testing.engines import EngineCase, EngineContract, open_case
 from tests.support.cores import core
 from tests.support.here import Here

@@ -18,7 +18,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
 from rollflow.tasks.engines.transformers import TransformersEngine
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from tests.support.batches import begin, learning, scheduling, staged

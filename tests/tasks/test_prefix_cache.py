@@ -14,7 +14,7 @@ from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from tests.support.tiny_policy import greedy_tokens, make_policy, make_weights, reference_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]

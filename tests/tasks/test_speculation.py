@@ -19,7 +19,7 @@ from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import DraftCounts, Generation, GenerationRequest
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.speculation import PastResponse
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from tests.support.tiny_policy import (
     EOS,
     VOCABULARY,
@@ -93,8 +93,8 @@ def verifiers() -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.sample import sampler
 
-    from rollflow.tasks.engines.vllm_drafts import DraftVerifier
-    from rollflow.tasks.engines.vllm_worker import _skip_ranks
+    from rollflow.tasks.engines.vllm.drafts import DraftVerifier
+    from rollflow.tasks.engines.vllm.worker import _skip_ranks
 
     sampler.batched_count_greater_than = _skip_ranks
     current_platform.import_kernels()

@@ -25,7 +25,7 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import GroupKey, Prompt, TrajectoryGroup
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.objectives.rows import BatchRows

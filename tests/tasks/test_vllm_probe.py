@@ -23,7 +23,7 @@ from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from tests.support.cores import TITLE, core, cores
 from tests.support.here import Here
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
@@ -36,7 +36,7 @@ OWNER = """
 import asyncio, os, sys
 from pathlib import Path
 import psutil
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from rollflow.tasks.engines.config import VllmEngineConfig
 
 async def main():

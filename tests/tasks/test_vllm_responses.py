@@ -27,7 +27,7 @@ from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.tiny_policy import letter, make_letters
 
@@ -97,7 +97,7 @@ def output(id: str, tokens: Sequence[int], logprobs: Sequence[float], end: int |
 
 def engine_on(core: Core, folder: Path) -> VllmEngine:
     """Build an engine that uses `core` in place of vLLM's."""
-    from rollflow.tasks.engines.vllm_responses import Responses
+    from rollflow.tasks.engines.vllm.responses import Responses
 
     (folder / "config.json").write_text('{"eos_token_id": 2}')
     engine = VllmEngine(VllmEngineConfig(), folder)

@@ -15,7 +15,7 @@ from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.run_engines import build_run_engine
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.engines.vllm.engine import VllmEngine
 from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.run.config import RunConfig
 from tests.support.tiny_policy import make_policy, make_weights

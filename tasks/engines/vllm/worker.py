@@ -83,7 +83,7 @@ class PolicyWorker:
         """
         sampler.batched_count_greater_than = _skip_ranks
         if getattr(self.model_runner, "speculative_config", None) is not None:
-            from rollflow.tasks.engines.vllm_drafts import prepare_speculation
+            from rollflow.tasks.engines.vllm.drafts import prepare_speculation
 
             prepare_speculation(self.model_runner)
 

@@ -16,4 +16,4 @@ with pause_collector():
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    import rollflow.tasks.engines.vllm_worker  # noqa: F401
+    import rollflow.tasks.engines.vllm.worker  # noqa: F401

@@ -4,7 +4,7 @@
   requests again.
 - The engine never samples from a truncated distribution.
 - Responses to a prompt share the KV cache of the prompt, but never across policy versions.
-- No process of the engine outlives the process that created the engine (see `vllm_worker`), or listens outside
+- No process of the engine outlives the process that created the engine (see `worker`), or listens outside
   loopback.
 
 The engine starts with random weights, so the policy's folder needs only `config.json`. The engine is not
@@ -41,16 +41,16 @@ from rollflow.tasks.runtime.gc_tuning import pause_collector, spare_collector
 from rollflow.tasks.runtime.node import find_interface
 
 if TYPE_CHECKING:
-    from rollflow.tasks.engines.vllm_responses import Response, Responses
+    from rollflow.tasks.engines.vllm.responses import Response, Responses
 
 START_SECONDS = 600.0
 CALL_SECONDS = 50.0  # deadline, in seconds, of `suspend`, `resume` and `abort`, which take milliseconds
 UPDATE_SECONDS = 120.0
 DEATH_SECONDS = 0.2  # seconds between two checks that vLLM's process is alive, while a call waits for an answer
-WORKER = "rollflow.tasks.engines.vllm_worker"
+WORKER = "rollflow.tasks.engines.vllm.worker"
 REMEMBERED_AT_ONCE = 4096  # largest number of past responses in one message to vLLM's process
 # The named module is imported in the process from which vLLM's core processes are forked.
-CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"
+CORE_IMPORTS = "rollflow.tasks.engines.vllm.imports"
 
 
 class VllmEngine:
@@ -309,7 +309,7 @@ def _enable_ray_logger() -> Any:
 
 
 def _create_responses(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
-    from rollflow.tasks.engines.vllm_responses import Responses
+    from rollflow.tasks.engines.vllm.responses import Responses
 
     return Responses(llm, stop_ids)
 
@@ -365,7 +365,7 @@ def _environment(threads: int, *, speculates: bool = False) -> Iterator[None]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
-    if speculates:  # `vllm_drafts` works with the first version of vLLM's model runner
+    if speculates:  # `drafts` works with the first version of vLLM's model runner
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # By default gloo would listen at the address of the machine's host name, which other machines can reach.
     if loopback := find_interface("127.0.0.1"):

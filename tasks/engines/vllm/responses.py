@@ -162,7 +162,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         if seed is not None:
             params = copy.copy(params)
             params.seed = seed
-        id = f"rollflow-{next(self._numbers)}:{opening}"  # `vllm_drafts` reads the number
+        id = f"rollflow-{next(self._numbers)}:{opening}"  # `drafts` reads the number
         request = EngineCoreRequest(id, tokens, None, params, None, time.time(), None, salt, None)
         self._running[id] = response = Response(request, watch)
         return response
