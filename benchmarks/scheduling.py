@@ -38,6 +38,7 @@ from benchmarks.workloads import (
 )
 from rollflow.flows.config import load_hardware
 from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.world import SimulatedRun
 
 TAIL: dict[str, Any] = {"tail_batching": True}
 
@@ -53,7 +54,7 @@ def scaling() -> Iterator[Row]:
         case = f"RLVR, {gpus} GPUs"
         versions = 40 if part == 1 else 10
         all_of, parts = changed(together, engines={"count": gpus}, learner={"gpus": gpus}), of_128(part)
-        batch, queue = (ran(recipe(0, 256, 16, mode=mode), all_of, 6) for mode in ("batch", "queue"))
+        batch, queue = (ran(recipe(0, 256, 16), all_of, 6, world) for world in (BatchRun, SimulatedRun))
         roll = ran(recipe(2, 256, 16, **ROLL), parts, versions)
         wait = ran(recipe(2, 256, 16, on_stale="wait"), parts, versions)
         ours = ran(recipe(2, 256, 16), parts, versions)

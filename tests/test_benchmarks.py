@@ -70,6 +70,7 @@ LONG = {  # servers, whole runs, seconds to minutes of a core
     "rollout_overhead": Smoke("--turns 1"),
     "scale": Smoke(constants={"ENGINES": [4], "TURNS": 1}),
     "scheduling": Smoke("--only queue"),
+    "scheduling_limits": Smoke(constants={"PARTS": 32, "WIDTH": 16, "VERSIONS": 3, "CHOICES": [(2, None), (3, 2)]}),
     "speculation": Smoke("--home {} --turns 1 --set versions=2", {"QUESTIONS": 40}),
     "stale": Smoke(f"{SORTING} --starts {{}} --every 1 {BRIEF}", table=False),
     "tokens": Smoke(constants={"SETTLE_SECONDS": 1.0}),

@@ -16,10 +16,23 @@ counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests.
 
 The bounds ignore rewards, weight updates, and the costs of the KV cache. Where the ignored parts cost time, the lower
 bounds still hold, but the upper bounds do not (`Bounds.guaranteed`).
+
+The *freshness limit* is a lower bound that depends on alpha. It holds for every schedule that trains the same batches,
+even with infinitely many engines. P_v is the time at which policy version v is published, w_b is the shortest time in
+which the longest response of batch b can be generated and scored after a version was published, and t_b is the time to
+train batch b, which gives version b + 1. With a = alpha, rounded down:
+
+    P_b+1  >=  max(P_b, P_b-a + w_b) + t_b           so the mean step is at least the mean of w_b + t_b, over a + 1
+
+Proof: every response of batch b was started under version b - a or a newer one, so after P_b-a. The learner starts to
+train batch b once version b is published and the batch is complete. The second statement follows because the sum of
+P_b+1 - P_b-a over all batches counts each step at most a + 1 times. With enough slots, the schedule that starts all
+responses of batch b at P_b-a attains the limit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -113,3 +126,20 @@ def work_of(
         async_ratio=config.async_ratio,
         whole=not (engines.kv_read_cost or engines.kv_tokens or engines.prefill_seconds_per_token),
     )
+
+
+def earliest_publications(
+    published: Sequence[float], waits_B: Sequence[float], training_B: Sequence[float], async_ratio: float
+) -> list[float]:
+    """Compute the earliest times at which the policy versions can be published, by the freshness limit.
+
+    Args:
+        published: the times at which the first policy versions were published; at least that of version 0.
+        waits_B: for each later batch b, w_b in seconds.
+        training_B: for each later batch b, t_b in seconds.
+    """
+    times, allowed = list(published), math.floor(async_ratio)
+    for wait, training in zip(waits_B, training_B, strict=True):
+        oldest = max(0, len(times) - 1 - allowed)  # the next batch has the number of the newest version
+        times.append(max(times[-1], times[oldest] + wait) + training)
+    return times

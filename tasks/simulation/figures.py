@@ -24,7 +24,7 @@ from rollflow.tasks.environments.timed import TimedEnvironment
 from rollflow.tasks.rollout.group import sample_seed
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.simulation.bounds import Bounds, bounds_of, work_of
+from rollflow.tasks.simulation.bounds import Bounds, bounds_of, earliest_publications, work_of
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import SimulatedPrompts
 from rollflow.tasks.simulation.records import SimulationRecords, Snapshot
@@ -121,6 +121,7 @@ class Figures:
     tokens: Tokens
     bias: Bias
     bounds: Bounds
+    freshness_limit: float  # the freshness limit of the mean step (see `bounds`), for the batches that were trained
     shares: StepShares | None  # shares of the parts of a step, or None if training is asynchronous
     deaths: int
     restarted: int
@@ -160,12 +161,41 @@ def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware
         tokens=_tokens(records, versions, grain),
         bias=bias,
         bounds=bounds_of(work_of(config, hardware, population, speeds, range(warm + 1, versions + 1))),
+        freshness_limit=_compute_freshness_limit(records, config, hardware, published[: warm + 1], versions),
         shares=_shares(records, warm, versions) if config.async_ratio == 0 else None,
         deaths=records.deaths,
         restarted=records.restarted,
         taken_over=records.taken_over,
         evaluations=records.evaluations,
     )
+
+
+def _compute_freshness_limit(
+    records: SimulationRecords, config: RunConfig, hardware: Hardware, published: Sequence[float], versions: int
+) -> float:
+    """Compute the freshness limit of the mean step after the first versions, which were published as recorded. Each
+    longest response is assumed to run alone on the fastest engine.
+    """
+    assert isinstance(config.engine, TimedEngineConfig)
+    engine, fastest, warm = config.engine, max(hardware.speeds(config)), len(published) - 1
+    before = hardware.update.fetch_seconds + hardware.update.seconds + engine.prefill_seconds / fastest
+    waits, training, first = list[float](), list[float](), 0
+    for formed in records.formed[:versions]:
+        last = first + formed.trajectories
+        if formed.number >= warm:
+            # a simulated token may stand for half as many real tokens as `tokens_per_tick` says
+            longest = (max(records.trained_lengths[first:last]) - 0.5) * engine.tokens_per_tick
+            waits.append(before + longest * engine.seconds_per_token / fastest + _mean_score_seconds(hardware))
+            tokens = formed.tokens * engine.tokens_per_tick
+            training.append(hardware.train_seconds(formed.number + 1, formed.trajectories, tokens))
+        first = last
+    earliest = earliest_publications(published, waits, training, config.async_ratio)
+    return (earliest[-1] - published[-1]) / (versions - warm)
+
+
+def _mean_score_seconds(hardware: Hardware) -> float:
+    reward = hardware.reward
+    return sum(reward.measured) / len(reward.measured) if reward.measured else reward.seconds
 
 
 def _idle_shares(records: SimulationRecords, config: RunConfig, warm: int, versions: int) -> IdleShares:
