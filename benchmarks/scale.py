@@ -7,6 +7,10 @@ loop. So the same number of requests also runs on engines and verifiers alone, w
 this second run is subtracted; the rest is the cost of scheduler, dispatches, proxy, buffer and batches. Response
 lengths are lognormal, one simulated token stands for 500, and Python's garbage collector is off.
 
+A simulation generates more than it trains on, because responses run or wait for training at its end. So costs are
+divided by the *generated* trajectories: the generated tokens over the mean tokens of a trained trajectory. The time
+after the last version, in which Python frees the objects of the simulation, does not count.
+
 The cost of tokens is measured separately, with all tokens and with the garbage collector. Each group is packed into
 Arrow columns, each batch is encoded as a file, and requests and generations are pickled, `ON_WIRE` at a time.
 """
@@ -84,12 +88,20 @@ def workload(engines: int, groups: int) -> tuple[RunConfig, Hardware]:
     return RunConfig.model_validate(config), Hardware.model_validate(hardware)
 
 
-def simulated(engines: int, trajectories: int, groups: int) -> tuple[float, int]:
-    """Return the CPU seconds of a whole simulation, and its trained trajectories."""
+def simulated(engines: int, trajectories: int, groups: int) -> tuple[float, int, float]:
+    """Return the CPU seconds of a whole simulation, its trained trajectories, and the seconds per generated one."""
     config, hardware = workload(engines, groups)
     began = time.process_time()
-    figures = simulate(config, hardware, versions=max(2, trajectories // (groups * GROUP))).figures
-    return time.process_time() - began, figures.bias.trained
+    published = [began]
+    figures = simulate(
+        config,
+        hardware,
+        versions=max(2, trajectories // (groups * GROUP)),
+        watch=lambda version: published.append(time.process_time()),
+    ).figures
+    trained, tokens = figures.bias.trained, figures.tokens
+    generated = trained * tokens.sampled / tokens.trained
+    return time.process_time() - began, trained, (published[-1] - began) / generated
 
 
 def bare(engines: int, trajectories: int) -> float:
@@ -151,11 +163,12 @@ def wire(turns: int) -> float:
     return took / tokens * 1e6
 
 
-def measured(engines: int) -> tuple[float, int, float]:
-    """Return a simulation's seconds, its trained trajectories, and the seconds per trajectory of engines alone."""
+def measured(engines: int) -> tuple[float, int, float, float]:
+    """Return a simulation's seconds, its trained trajectories, and the seconds per generated trajectory of the whole
+    and of engines alone.
+    """
     flying = engines * SLOTS
-    seconds, trained = simulated(engines, TURNS * flying, flying // GROUP // 2)
-    return seconds, trained, bare(engines, TURNS * flying) / (TURNS * flying)
+    return *simulated(engines, TURNS * flying, flying // GROUP // 2), bare(engines, TURNS * flying) / (TURNS * flying)
 
 
 def rows() -> Iterator[Row]:
@@ -165,11 +178,11 @@ def rows() -> Iterator[Row]:
         flying = engines * SLOTS
         print(f" {flying:,} in flight", file=sys.stderr)
         found = [measured(engines) for _ in range(9 if engines < 64 else 1)]  # short simulations vary by a tenth
-        seconds, trained, alone = sorted(found, key=lambda one: one[0] / one[1] - one[2])[len(found) // 2]
-        cost = seconds / trained - alone
+        seconds, trained, whole_of, alone = sorted(found, key=lambda one: one[2] - one[3])[len(found) // 2]
+        cost = whole_of - alone
         first = first or cost
         case = f"{flying:,} in flight"
-        yield Row(case, "whole simulation, µs a trajectory", seconds / trained * 1e6)
+        yield Row(case, "whole simulation, µs a trajectory", whole_of * 1e6)
         yield Row(case, "engines and verifiers alone, µs a trajectory", alone * 1e6)
         growth = "scheduling / that at 1,024"
         if engines < 1024:
