@@ -15,6 +15,7 @@ from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import earliest_publications
+from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
 
@@ -114,13 +115,14 @@ def test_freshness_limit_is_at_least_the_mean_of_all_batches(
 ) -> None:
     """For the sums in the proof, and because every batch has to be trained."""
     published = [float(version) for version in range(given_times)]
-    times = earliest_publications(published, *zip(*batches, strict=True), alpha)
+    waits, trainings = [wait for wait, _ in batches], [training for _, training in batches]
+    times = earliest_publications(published, waits, trainings, alpha)
     allowed, first = int(alpha), given_times - 1
     assert times[: first + 1] == published
     for number, (wait, training) in enumerate(batches, start=first):
         assert times[number + 1] >= times[max(0, number - allowed)] + wait + training
         assert times[number + 1] >= times[number] + training
-        windows = [times[number + 1] - times[max(0, number - allowed)] for number in range(first, len(times) - 1)]
+    windows = [times[number + 1] - times[max(0, number - allowed)] for number in range(first, len(times) - 1)]
     steps = (allowed + 1) * (times[-1] - times[max(0, first - allowed)])
     assert steps >= sum(windows) - 1e-6 >= sum(map(sum, batches)) - 2e-6
 
@@ -128,7 +130,7 @@ def test_freshness_limit_is_at_least_the_mean_of_all_batches(
 # --- simulated runs -----------------------------------------------------------------------------------------
 
 
-def figures_of_run(alpha: float, slots: int, *, groups: int = 4, rollout: dict[str, Any], **sections: Any) -> Any:
+def figures_of_run(alpha: float, slots: int, *, groups: int = 4, rollout: dict[str, Any], **sections: Any) -> Figures:
     """Simulate a small run."""
     config = RunConfig(
         versions=10,

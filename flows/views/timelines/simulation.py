@@ -177,7 +177,8 @@ def _bound_rows(figures: Figures) -> list[tuple[str, Any]]:
     proven = bounds.sync if figures.shares is not None else bounds.asynchronous
     limits = (
         f"no schedule below {bounds.conserving_split:,.4g} s with this split (step is "
-        f"{step / bounds.conserving_split:.2f} x that), {bounds.conserving:,.4g} s with any"
+        f"{step / bounds.conserving_split:.2f} x that), {bounds.conserving:,.4g} s with any split, "
+        f"{figures.freshness_limit:,.4g} s at this alpha with any number of engines"
     )
     guarantee = (
         f"{asynchronous} step at most {proven:,.4g} s with {_share(bounds.best_training_share)} of the GPUs for "
