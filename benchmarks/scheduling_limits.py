@@ -159,7 +159,7 @@ def shares() -> Iterator[Row]:
     )
     queue = ran(recipe(0, groups, 16), together, 6).step_seconds
     for alpha, ahead in CHOICES:
-        chosen = {} if ahead is None else {"max_batches_ahead": ahead}
+        chosen: dict[str, Any] = {} if ahead is None else {"max_batches_ahead": ahead}
         case = f"{128 // PARTS} GPUs, alpha {alpha:g}" + (f", {ahead:g} ahead" if chosen else "")
         yield from _share(case, recipe(alpha, groups, 16, **chosen), hardware, queue, WatchedRun)
     yield from _share("the same, alpha 2, known lengths", recipe(2, groups, 16), hardware, queue, KnownLengthsRun)
