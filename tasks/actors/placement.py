@@ -16,7 +16,7 @@ from rollflow.tasks.actors.early_imports import Kind, worker_environment
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
 
-Role = Literal["engine", "learner", "scheduler", "reward"]
+Role = Literal["engine", "learner", "scheduler", "reward", "environment"]
 LEAST = 0.001  # amount of a Ray resource to reserve for an actor that needs almost none of it
 
 

@@ -29,6 +29,7 @@ from rollflow.storage.run_records.updates import Update, store_update
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.engine_client import RayEngine
+from rollflow.tasks.actors.environment_hosts.owner import open_environments
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
@@ -38,7 +39,6 @@ from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.actors.store_feed import NEWS_SECONDS, StoreFeed
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats, measure_prefix_hits, sum_drafts
-from rollflow.tasks.environments.use_counts import UsedEnvironments
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.counts import SchedulerCounts
@@ -64,7 +64,7 @@ from rollflow.tasks.run.limits import build_cache_limits, build_limits
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.causes import find_first_cause
-from rollflow.tasks.runtime.cpu import CpuClock, name_own_process
+from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest
@@ -116,7 +116,6 @@ class RolloutActor:
         self._read = AsyncOnce[RunPrompts](lambda: asyncio.to_thread(context.prompts))
         self._committing: asyncio.Future[Any] | None = None
         self._cpu, self._spans = CpuClock("scheduler"), Spans()
-        self._environments = UsedEnvironments(name_own_process())
 
     async def begin(self) -> None:
         """Read the prompts before any engine is ready, because this takes most of the actor's start."""
@@ -134,6 +133,7 @@ class RolloutActor:
         # The inference proxy starts without engines; each engine joins as soon as it is ready.
         slots, cache = self.config.engine.max_concurrent_requests, build_cache_limits(self.config)
         self.proxy = InferenceProxy([], slots, self.patience, self.config.rollout.routing, cache)
+        self._environments = open_environments(self.context, self.config)
         self._turn_files = TurnFiles(self.context.store, self.writer.claim)
         self.scheduler = self._create_scheduler()
         self.evaluations = self._create_evaluations()
@@ -215,6 +215,8 @@ class RolloutActor:
             await asyncio.to_thread(self._spans.flush)
         except BaseExceptionGroup as failed:  # raise the cause itself, because a user reads the first line of the error
             raise find_first_cause(failed) from None
+        finally:
+            await self._environments.close_all()
 
     async def _schedule(self) -> None:
         """Form batches until the last policy version is trained, with a new scheduler after each rejected batch."""

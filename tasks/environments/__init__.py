@@ -21,10 +21,12 @@ from rollflow.tasks.environments.config import (
     ToolsEnvironment,
     TrlEnvironment,
 )
+from rollflow.tasks.environments.foreign.pool import MakePool, WorldPool
 
 
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """Create the environment that the config section `[environment]` describes.
+def build_environment(config: EnvironmentConfig, make_pool: MakePool = WorldPool) -> Environment:
+    """Create the environment that the config section `[environment]` describes. `make_pool` creates the pool of the
+    environment's worker processes.
 
     Raises:
         ConfigError: there is no environment class at the import path in the config.
@@ -49,19 +51,19 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         case TrlEnvironment():
             from rollflow.tasks.environments.foreign.trl import TrlEpisodes
 
-            return TrlEpisodes(config)
+            return TrlEpisodes(config, make_pool)
         case GymnasiumEnvironment():
             from rollflow.tasks.environments.foreign.gym import GymnasiumEpisodes
 
-            return GymnasiumEpisodes(config)
+            return GymnasiumEpisodes(config, make_pool)
         case ToolsEnvironment():
             from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
-            return ToolEpisodes(config)
+            return ToolEpisodes(config, make_pool)
         case MixedEnvironment():
             from rollflow.tasks.environments.mixed import MixedEpisodes
 
-            members = {name: build_environment(one) for name, one in config.kinds.items()}
+            members = {name: build_environment(one, make_pool) for name, one in config.kinds.items()}
             limits = {name: one.limits for name, one in config.kinds.items()}
             return MixedEpisodes(config.column, config.default, members, limits)
         case TimedEnvironmentConfig():

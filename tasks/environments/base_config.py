@@ -26,6 +26,11 @@ class EnvironmentBase(Section):
         return {}
 
     @property
+    def has_worker_processes(self) -> bool:
+        """True if episodes run in worker processes, which environment actors may run."""
+        return False
+
+    @property
     def endpoint_roles(self) -> Mapping[str, EndpointRole]:
         """The endpoints of the environment, by name. An environment config with endpoints overrides this property."""
         return {}

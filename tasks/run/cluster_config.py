@@ -17,7 +17,7 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, SECRET_NAME, Sectio
 
 
 class RolePlacement(Section):
-    """The nodes on which the Ray actors of one role (engine, learner, scheduler or reward) may run."""
+    """The nodes on which the Ray actors of one role (engine, learner, scheduler, reward or environment) may run."""
 
     labels: dict[str, str] = Field(
         default_factory=dict,
@@ -37,8 +37,8 @@ class PlacementConfig(Section):
 
     strategy: Literal["spread", "pack"] = Field(
         "spread",
-        description="how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on all "
-        "nodes in turn; pack: by Ray's default rule, which fills one node to half before the next node",
+        description="how engines, further reward actors and environment actors are placed on the nodes of the "
+        "Ray cluster. spread: on all nodes in turn; pack: by Ray's default rule, which fills one node to half before the next node",
     )
     reserve_cpus: bool = Field(
         False,
@@ -49,6 +49,7 @@ class PlacementConfig(Section):
     learner: RolePlacement = RolePlacement()
     scheduler: RolePlacement = RolePlacement()
     reward: RolePlacement = RolePlacement()
+    environment: RolePlacement = RolePlacement()
 
 
 class RewardActorsConfig(Section):
@@ -99,6 +100,58 @@ class RewardActorsConfig(Section):
         return self
 
 
+class EnvironmentActorsConfig(Section):
+    """The smallest and the largest number of environment actors, which run the worker processes of environments. The
+    run starts more of them, up to the largest number, while many episodes run or wait.
+    """
+
+    min: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="smallest number of environment actors; 0: the worker processes of environments run on the node of "
+        "the scheduler",
+    )
+    max: int | None = Field(
+        None,
+        gt=0,
+        le=1024,
+        description="largest number of environment actors, which run on different nodes if possible. Each environment "
+        "actor runs an equal share of environment.at_once episodes. Default: the value of min",
+    )
+    grow_seconds: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="another environment actor starts after the episodes have needed it for this number of seconds",
+    )
+    idle_seconds: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description="an environment actor ends after it was not needed for this number of seconds",
+    )
+
+    @property
+    def most(self) -> int:
+        """The largest number of environment actors."""
+        return self.min if self.max is None else self.max
+
+    def find_useless(self, *, has_processes: bool) -> Iterator[PydanticCustomError]:
+        """Reject environment actors if the environment of the run has no worker processes."""
+        if self.most and not has_processes:
+            key = "min" if self.max is None else "max"
+            cure = "the environment of this run has no worker processes for environment actors; remove the key"
+            yield refusal(f"cluster.environment_actors.{key}", self.most, cure)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.max is not None and not 1 <= self.min <= self.max:
+            cure = f"min must be at least 1 and at most max = {self.max}; change min"
+            refuse("cluster.environment_actors.min", self.min, cure)
+        return self
+
+
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -119,6 +172,7 @@ class ClusterConfig(Section):
     )
     placement: PlacementConfig = PlacementConfig()
     reward_actors: RewardActorsConfig = RewardActorsConfig()
+    environment_actors: EnvironmentActorsConfig = EnvironmentActorsConfig()
     env: dict[str, str] = Field(
         default_factory=dict,
         description='environment variables of the run\'s Ray actors, e.g. {NCCL_SOCKET_IFNAME = "eth0"}',

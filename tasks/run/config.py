@@ -213,13 +213,16 @@ class RunConfig(Section):
             yield refusal("rollout.max_batches_ahead", rollout.max_batches_ahead, cure)
 
     def _places(self) -> Refusals:
-        """Check the settings of the evaluation engine, of the reward actors and of the tracking server."""
+        """Check the settings of the evaluation engine, the reward and environment actors and the tracking server."""
         replicas = self.engine.replicas
         if self.evaluation.engine == "lent" and replicas < 2:
             cure = f'with engine.replicas = {replicas} no engine would be left to generate; set "own" or "transformers"'
             yield refusal("evaluation.engine", self.evaluation.engine, cure)
         spread = sum(scorer.worker_processes for scorer in self.scorers.values() if scorer.has_helpers)
         yield from self.cluster.reward_actors.find_idle(spread)
+        kinds = split_environments(self.environment).values()
+        has_processes = any(kind.has_worker_processes for kind in kinds)
+        yield from self.cluster.environment_actors.find_useless(has_processes=has_processes)
         place = urlsplit(self.tracking.uri or "")
         if place.password:
             cure = (

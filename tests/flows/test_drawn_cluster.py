@@ -78,6 +78,7 @@ section = st.fixed_dictionaries(
         "env": or_nonsense(st.dictionaries(names, values, max_size=2)),
         "runtime_env": or_nonsense(runtime_env),
         "reward_actors": or_nonsense(reward_actors),
+        "environment_actors": or_nonsense(reward_actors),
     },
 )
 

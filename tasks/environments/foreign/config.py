@@ -93,6 +93,11 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
         return self
 
     @property
+    def has_worker_processes(self) -> bool:
+        """True: each episode has a worker process."""
+        return True
+
+    @property
     def part(self) -> str:
         """The config key that names the user's environment, and its value."""
         raise NotImplementedError

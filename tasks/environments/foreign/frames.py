@@ -16,8 +16,9 @@ from typing import Any
 from rollflow.storage.records import Outcome, Prompt
 from rollflow.tasks.environments.base import Environment, find_player
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
+from rollflow.tasks.environments.foreign.guest_world import GuestWorld
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
-from rollflow.tasks.environments.foreign.world import World
+from rollflow.tasks.environments.foreign.pool import WorldPool
 from rollflow.tasks.environments.mixed import MixedMember
 from rollflow.tasks.environments.ports import NO_PORTS
 
@@ -56,7 +57,7 @@ class FrameTaker:
         player, _ = find_player(environment, prompt, NO_PORTS)
         own = player.own if isinstance(player, MixedMember) else player
         if isinstance(own, ForeignEpisodes):
-            own.build_world = partial(RenderedWorld, self)
+            own.make_pool = partial(WorldPool, build_world=partial(RenderedWorld, self))
         return isinstance(own, ForeignEpisodes)
 
     def take_new(self) -> list[Frame]:
@@ -76,7 +77,7 @@ class FrameTaker:
             self.frames = [one for one in self.frames if one.turn < turn] + [frame]
 
 
-class RenderedWorld(World):
+class RenderedWorld(GuestWorld):
     """An environment that is rendered after its reset and after each action."""
 
     def __init__(self, taker: FrameTaker, *given: Any) -> None:

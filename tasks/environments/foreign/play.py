@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, score_fault
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
-from rollflow.tasks.environments.foreign.pool import WorldPool
+from rollflow.tasks.environments.foreign.pool import MakePool, WorldPool
 from rollflow.tasks.environments.foreign.world import World
 from rollflow.tasks.scorers.base import Score, make_storable, validate_score
 
@@ -45,12 +45,11 @@ class ForeignEpisodes(Environment):
 
     keeps_deadlines = True  # this class kills slow processes, and does not count the wait for a free place
 
-    def __init__(self, config: ForeignEnvironment) -> None:
-        self._config = config
+    def __init__(self, config: ForeignEnvironment, make_pool: MakePool = WorldPool) -> None:
+        self._config, self.make_pool = config, make_pool
         self.health = EnvironmentHealth(config.part, config.max_failures, str(config.spec["kind"]))
         self._name = f"environment {config.part}"
         self._pool: WorldPool | None = None
-        self.build_world: Callable[..., World] = World
 
     async def play(self, episode: Episode) -> Score | None:
         """Run an episode, as `Environment.play` specifies.
@@ -126,7 +125,7 @@ class ForeignEpisodes(Environment):
     def _find_pool(self) -> WorldPool:
         """Return the worker pool of the running event loop; create it if there is none."""
         if self._pool is None or self._pool.loop is not asyncio.get_running_loop():
-            self._pool = WorldPool(self._config, self.health, self.build_world)
+            self._pool = self.make_pool(self._config, self.health)
         return self._pool
 
 

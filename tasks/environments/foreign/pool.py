@@ -16,6 +16,7 @@ from typing import Any
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.foreign.faults import WorldEnded
 from rollflow.tasks.environments.foreign.guest_process import Guest
+from rollflow.tasks.environments.foreign.guest_world import GuestWorld
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.foreign.world import World
@@ -27,7 +28,7 @@ class WorldPool:
     """The worker processes of an environment, for one event loop."""
 
     def __init__(
-        self, config: WorldSettings, health: EnvironmentHealth, build_world: Callable[..., World] = World
+        self, config: WorldSettings, health: EnvironmentHealth, build_world: Callable[..., World] = GuestWorld
     ) -> None:
         self._config, self._health, self._build_world = config, health, build_world
         self.loop = asyncio.get_running_loop()
@@ -136,3 +137,6 @@ class WorldPool:
                 self._health.name,
                 found["threads"],
             )
+
+
+MakePool = Callable[[WorldSettings, EnvironmentHealth], WorldPool]  # creates the pool of an environment

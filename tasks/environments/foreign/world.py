@@ -1,54 +1,61 @@
-"""Sends requests with deadlines to the worker process of one episode, from the event loop.
+"""Defines the requests to the environment of one episode, which runs in a worker process.
 
 A process that misses a deadline or sends an invalid answer is killed, with all processes that it has started.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import socket
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.base import SnapshotRejected
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, judge_status
-from rollflow.tasks.environments.foreign.guest_process import Guest, decode_line
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.settings import WorldSettings
-from rollflow.tasks.environments.guest.wire import LONGEST_LINE, pack_line
+from rollflow.tasks.environments.guest.wire import pack_line
 from rollflow.tasks.environments.limits import ComputedTime
 from rollflow.tasks.scorers.base import LARGEST
 
-CHUNK = 1 << 16
-STATUS_SECONDS = 5.0  # longest wait for the exit status of a process that has closed its socket
 OPENING = ("open", "reset")  # requests that are sent before the policy's first action
 
 
 class World:
-    """The environment of one episode, which runs in a separate worker process."""
+    """The environment of one episode, which runs in a separate worker process; subclasses reach the process."""
 
-    def __init__(self, guest: Guest, number: int, config: WorldSettings, health: EnvironmentHealth) -> None:
-        self._guest, self._number, self._config, self._health = guest, number, config, health
-        self._socket: socket.socket | None = None
-        self._buffer = bytearray()
+    def __init__(self, config: WorldSettings, health: EnvironmentHealth) -> None:
+        self._config, self._health = config, health
         self.described: Mapping[str, Any] = {}  # what the environment offers (its answer to `open`)
         self.opening: Mapping[str, Any] = {}  # further fields of the request `open`
         self._limits, self._used = config.limits, ComputedTime()
+
+    @property
+    def is_running(self) -> bool:
+        """True if the process has started, and was not killed."""
+        raise NotImplementedError
 
     async def start(self) -> None:
         """Start the process.
 
         Raises:
-            WorldEnded: the keeper, which starts the worker processes, is gone.
+            WorldEnded: the process cannot be started.
         """
-        try:
-            self._socket = await self._guest.open_episode(self._number)
-        except OSError as error:
-            raise WorldEnded(Outcome.UNJUDGED, f"its process did not start ({error})") from None
+        raise NotImplementedError
+
+    async def exchange_line(self, line: bytes, what: str, seconds: float | None = None) -> Mapping[str, Any]:
+        """Send a request, which `what` names, as a line, and return the answer. By default, the request may take as
+        long as the episode's time limits still allow.
+
+        Raises:
+            WorldEnded: the process had to be killed, or has ended.
+        """
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Kill the process and all processes that it has started."""
+        raise NotImplementedError
 
     async def open(self, seed: int, seconds: float | None = None) -> Mapping[str, Any]:
         """Create the environment and return the description of its tools. `seconds` replaces the time limits of the
@@ -116,13 +123,6 @@ class World:
         with contextlib.suppress(CallFailed, WorldEnded):
             await self._ask({"do": "close"}, self._config.close_seconds)
 
-    def kill(self) -> None:
-        """Kill the process and all processes that it has started."""
-        if self._socket is not None:
-            self._guest.kill(self._number)
-            self._socket.close()
-            self._socket = None
-
     def begin_turn(self) -> None:
         """Record that the policy has generated a turn, so that the time limit of a turn begins again."""
         self._used.begin_turn()
@@ -136,37 +136,19 @@ class World:
         return await self._ask(request, seconds)
 
     async def _ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
-        """Send a request and return the answer. By default, the request may take as long as the episode's time limits
-        still allow."""
+        """Send a request and return the answer, as `exchange_line` specifies."""
         what = str(request["do"])
         try:
             line = pack_line(dict(request))
         except RecursionError:  # the policy may have nested the arguments of a call too deeply
             return self._check({"error": "the arguments are nested too deeply"}, what)
-        left, late = self._limits.bound_seconds(self._used)
-        if seconds is not None:
-            left, late = seconds, f"{what} took more than {seconds:g} s"
-        if self._socket is None:
-            raise WorldEnded(Outcome.UNJUDGED, f"its process had ended before {what}")
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(left):
-                await asyncio.get_running_loop().sock_sendall(self._socket, line)
-                answer = decode_line(await self._read_line())
-        except TimeoutError:
-            self._health.hangs += 1
-            outcome = Outcome.UNJUDGED if what in OPENING else Outcome.TIMEOUT
-            raise self._end(outcome, late) from None
-        except (EOFError, OSError):
-            raise await self._find_end(what) from None
-        except ValueError:
-            outcome = Outcome.UNJUDGED if what in OPENING else Outcome.KILLED
-            raise self._end(outcome, f"its process wrote no valid answer to {what}") from None
-        finally:
-            used = time.monotonic() - began
-            self._health.seconds += used
-            self._used.add(used)
-        return self._check(answer, what)
+        return self._check(await self.exchange_line(line, what, seconds), what)
+
+    def _bound_seconds(self, what: str, seconds: float | None) -> tuple[float, str]:
+        """Return the seconds that a request may take, and the error message after that."""
+        if seconds is None:
+            return self._limits.bound_seconds(self._used)
+        return seconds, f"{what} took more than {seconds:g} s"
 
     def _check(self, answer: Mapping[str, Any], what: str) -> Mapping[str, Any]:
         """Return an answer, or raise the error that the answer reports."""
@@ -188,7 +170,7 @@ class World:
 
     def _end(self, outcome: Outcome, reason: str) -> WorldEnded:
         """Kill the process, and return an error with this outcome and reason."""
-        self._health.kills += self._socket is not None
+        self._health.kills += self.is_running
         self.kill()
         return WorldEnded(outcome, reason)
 
@@ -201,36 +183,6 @@ class World:
         end = f" ({found})" if found else ""
         said = f", and said: {answer['said']}" if answer.get("said") else ""
         return self._end(found.outcome if found else Outcome.KILLED, f"{answer['lost']}{end}{said}")
-
-    async def _find_end(self, what: str) -> WorldEnded:
-        """Return the error that says how the process has ended."""
-        try:
-            status = await asyncio.wait_for(asyncio.shield(self._guest.end_of(self._number)), STATUS_SECONDS)
-        except TimeoutError:  # the process closed its socket, but still runs
-            return self._end(Outcome.UNJUDGED if what in OPENING else Outcome.KILLED, "its process closed its socket")
-        self._health.crashes += 1
-        self.kill()
-        if self._guest.lost.is_set():
-            return WorldEnded(Outcome.UNJUDGED, "the keeper of the worker processes ended")
-        found = judge_status(status, what)
-        return WorldEnded(Outcome.UNJUDGED, str(found)) if what in OPENING else found
-
-    async def _read_line(self) -> bytes:
-        """Read one line; raise `EOFError` if the process has closed its socket."""
-        loop = asyncio.get_running_loop()
-        assert self._socket is not None
-        searched = 0
-        while (end := self._buffer.find(b"\n", searched)) < 0:
-            searched = len(self._buffer)
-            if searched > LONGEST_LINE:
-                raise ValueError("the line is too long")
-            part = await loop.sock_recv(self._socket, CHUNK)
-            if not part:
-                raise EOFError
-            self._buffer += part
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        return line
 
 
 def _are_tools(found: Any) -> bool:

@@ -100,6 +100,11 @@ class ToolsEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBase)
         "result is left out",
     )
 
+    @property
+    def has_worker_processes(self) -> bool:
+        """True if the environment has MCP servers, which run in worker processes."""
+        return bool(self.mcp)
+
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
         if self.python is None and not self.mcp:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.foreign.faults import WorldEnded
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
-from rollflow.tasks.environments.foreign.pool import WorldPool
+from rollflow.tasks.environments.foreign.pool import MakePool, WorldPool
 from rollflow.tasks.environments.tool_use.config import ToolsEnvironment
 from rollflow.tasks.environments.tool_use.mcp import McpSettings, list_all_tools, open_session
 from rollflow.tasks.environments.tool_use.offered import OfferedTool
@@ -27,13 +27,13 @@ class ToolPlaces:
     """Limits the number of running episodes on one event loop, and owns the sandboxes and worker processes of their
     tools."""
 
-    def __init__(self, config: ToolsEnvironment, health: EnvironmentHealth) -> None:
+    def __init__(self, config: ToolsEnvironment, health: EnvironmentHealth, make_pool: MakePool = WorldPool) -> None:
         self._config, self._health = config, health
         self.loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(config.at_once)
         self._sandboxes = AsyncOnce[Sandboxes](self._start_sandboxes)
         settings = {name: McpSettings(server, config.at_once) for name, server in config.mcp.items()}
-        self._pools = {name: WorldPool(one, health) for name, one in settings.items()}
+        self._pools = {name: make_pool(one, health) for name, one in settings.items()}
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Mapping[str, OfferedTool]]:

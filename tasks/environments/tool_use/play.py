@@ -17,6 +17,7 @@ from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, score_fault
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.opening import open_prompt
+from rollflow.tasks.environments.foreign.pool import MakePool, WorldPool
 from rollflow.tasks.environments.tool_calls import (
     END,
     LONGEST_NAME,
@@ -36,8 +37,8 @@ NO_ROOM = Score(0.0, "the results of the tools left no room for an answer", Outc
 class ToolEpisodes(Environment):
     """Plays the episodes of the environment `tools`."""
 
-    def __init__(self, config: ToolsEnvironment) -> None:
-        self._config = config
+    def __init__(self, config: ToolsEnvironment, make_pool: MakePool = WorldPool) -> None:
+        self._config, self._make_pool = config, make_pool
         self.health = EnvironmentHealth(f'kind = "{config.kind}"', config.max_failures, config.kind)
         self._name = f"environment {config.kind}"
         self._places: ToolPlaces | None = None
@@ -84,7 +85,7 @@ class ToolEpisodes(Environment):
     def _find_places(self) -> ToolPlaces:
         """Return the `ToolPlaces` of the running event loop; create them if there are none."""
         if self._places is None or self._places.loop is not asyncio.get_running_loop():
-            self._places = ToolPlaces(self._config, self.health)
+            self._places = ToolPlaces(self._config, self.health, self._make_pool)
         return self._places
 
 

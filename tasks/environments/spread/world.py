@@ -1,0 +1,169 @@
+"""The environment of one episode in a worker process on a host.
+
+An episode stays on its host. If the host is lost, the episode continues on another host, if its state is known there:
+at its newest snapshot, or before its first action. Otherwise, the episode is unjudged, because the policy cannot have
+caused the loss.
+
+    open, reset, snapshot 1, step --host lost--> open, reset, restore 1, step     on another host
+
+The host enforces the time limits. A host that answers `answer_seconds` later than that counts as lost.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.foreign.faults import WorldEnded
+from rollflow.tasks.environments.foreign.guest_process import decode_line
+from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.foreign.pool import STUCK_SECONDS
+from rollflow.tasks.environments.foreign.settings import WorldSettings
+from rollflow.tasks.environments.foreign.world import World
+from rollflow.tasks.environments.guest.wire import pack_line
+from rollflow.tasks.environments.spread.fleet import HostLost, HostPlace
+from rollflow.tasks.environments.spread.host import HostAnswer
+
+if TYPE_CHECKING:
+    from rollflow.tasks.environments.spread.pool import SpreadPool
+
+MOST_MOVES = 3  # an episode that loses more hosts may itself be the cause, and is not continued
+ACTIONS = ("call", "step")
+
+
+class RemoteWorld(World):
+    """The environment of one episode, in a worker process on a host."""
+
+    def __init__(self, pool: SpreadPool, config: WorldSettings, health: EnvironmentHealth) -> None:
+        super().__init__(config, health)
+        self._pool = pool
+        self._place: HostPlace | None = None
+        self._number = 0
+        self._turn_begins = False
+        self._moves = 0
+        self._state: dict[str, tuple[bytes, float | None]] = {}  # requests that lead to the newest known state
+        self._acted = False  # True if an action was done since the newest known state
+
+    @property
+    def is_running(self) -> bool:
+        """True if the process has started, and was not killed."""
+        return self._place is not None
+
+    async def start(self) -> None:
+        """Start the process on the host with the fewest episodes.
+
+        Raises:
+            WorldEnded: the process cannot be started.
+        """
+        try:
+            await self._start_process()
+        except HostLost as lost:
+            await self._move(lost, "open")
+
+    async def exchange_line(self, line: bytes, what: str, seconds: float | None = None) -> Mapping[str, Any]:
+        """Send a request as a line, and return the answer, as `World.exchange_line` specifies."""
+        while True:
+            try:
+                answer = await self._send(line, what, seconds)
+            except HostLost as lost:
+                await self._move(lost, what)
+                continue
+            self._note_state(line, what, seconds, answer)
+            return answer
+
+    def begin_turn(self) -> None:
+        """Record that the policy has generated a turn, so that the time limit of a turn begins again."""
+        super().begin_turn()
+        self._turn_begins = True
+
+    def kill(self) -> None:
+        """Kill the process and all processes that it has started."""
+        if self._place is not None:
+            self._pool.release(self._place, self._number)
+            self._place = None
+
+    async def _start_process(self) -> None:
+        self._place = place = await self._pool.fleet.claim_place(self._pool.number)
+        self._number = next(self._pool.fleet.numbers)
+        longest = self._config.start_seconds + STUCK_SECONDS + self._pool.fleet.answer_seconds
+        given = (self._number, self._pool.number, self._config, self._health.name)
+        self._check_host(place, await place.call(longest, "open_episode", *given))
+
+    async def _send(self, line: bytes, what: str, seconds: float | None) -> Mapping[str, Any]:
+        """Send a request to the host; raise `HostLost` if the host is lost."""
+        if (place := self._place) is None:
+            raise WorldEnded(Outcome.UNJUDGED, f"its process had ended before {what}")
+        left = max(0.0, self._bound_seconds(what, seconds)[0]) + self._pool.fleet.answer_seconds
+        turn_begins, self._turn_begins = self._turn_begins, False
+        began = time.monotonic()
+        try:
+            given = (self._number, line, what, seconds, turn_begins)
+            answer = await place.call(left if math.isfinite(left) else None, "exchange_line", *given)
+        finally:
+            self._used.add(time.monotonic() - began)
+        return decode_line(self._check_host(place, answer).line)
+
+    def _check_host(self, place: HostPlace, answer: HostAnswer) -> HostAnswer:
+        """Return the answer of a host, or raise the error that it reports."""
+        self._pool.note_counts(place, answer.counts)
+        if answer.refusal:
+            raise ConfigError(answer.refusal)
+        if answer.outcome is not None:
+            self.kill()
+            raise WorldEnded(answer.outcome, answer.reason)
+        return answer
+
+    def _note_state(self, line: bytes, what: str, seconds: float | None, answer: Mapping[str, Any]) -> None:
+        """Remember the requests after which an environment is in the state that it has now."""
+        if what in ACTIONS:
+            self._acted = True
+        elif what == "snapshot" and isinstance(answer.get("data"), str):
+            self._state["restore"], self._acted = (pack_line({"do": "restore", **answer}), None), False
+        elif what in ("open", "reset", "restore"):
+            self._state[what] = (line, seconds)
+
+    async def _move(self, lost: HostLost, what: str) -> None:
+        """Continue the episode on another host, which does the request `what` next.
+
+        Raises:
+            WorldEnded: the state of the environment is not known.
+        """
+        while True:
+            self._give_up_place()
+            if self._moves >= MOST_MOVES or not self._is_state_known(what):
+                raise self._name_loss(lost)
+            self._moves += 1
+            try:
+                await self._start_process()
+                for request, (line, seconds) in self._state.items():
+                    answer = await self._send(line, request, seconds)
+                    if wrong := [answer[key] for key in ("error", "fault", "lost") if key in answer]:
+                        raise WorldEnded(Outcome.UNJUDGED, f"{request} on another node failed with {wrong[0]}")
+                return
+            except HostLost as again:
+                lost = again
+
+    def _is_state_known(self, what: str) -> bool:
+        """Return whether another host can bring the environment to the state before the request `what`."""
+        if self._acted:
+            return False
+        repeats = self.described.get("can_replay") is not False or bool(self.described.get("begins_actions"))
+        return what not in ACTIONS or repeats
+
+    def _give_up_place(self) -> None:
+        """Leave a lost host."""
+        if self._place is not None:
+            self._pool.fleet.free_place(self._place, self._pool.number)
+            self._place = None
+
+    def _name_loss(self, lost: HostLost) -> WorldEnded:
+        """Return the error of an episode that cannot continue; the environment is not blamed for the loss of a node."""
+        ended = WorldEnded(Outcome.UNJUDGED, f"its environment actor is lost: {lost}")
+        if self._pool.fleet.places:
+            ended.is_counted = True
+            self._health.failures += 1
+        return ended
