@@ -38,7 +38,8 @@ class PlacementConfig(Section):
     strategy: Literal["spread", "pack"] = Field(
         "spread",
         description="how engines, further reward actors and environment actors are placed on the nodes of the "
-        "Ray cluster. spread: on all nodes in turn; pack: by Ray's default rule, which fills one node to half before the next node",
+        "Ray cluster. spread: on all nodes in turn; pack: by Ray's default rule, which fills one node to half before "
+        "the next node",
     )
     reserve_cpus: bool = Field(
         False,

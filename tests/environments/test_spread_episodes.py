@@ -77,16 +77,27 @@ class NearFleet:
         link.refuses = self.refuses
         return link
 
+    async def start(self) -> None:
+        """Wait until two hosts have started."""
+        number = self.fleet.add_pool(1)
+        self.fleet.free_place(await self.fleet.claim_place(number), number)
+        async with asyncio.timeout(60):
+            while len(self.fleet.places) < 2:
+                await asyncio.sleep(0)
+
     def find_busy(self) -> list[NearLink]:
         """Return the living hosts that have an episode."""
         return [link for link in self.links if link.host._episodes and not link.dead]
 
 
 @asynccontextmanager
-async def open_fleet(config: Any, **keys: Any) -> AsyncIterator[NearFleet]:
-    """Open a fleet; check at the end that no host and no process is left."""
+async def open_fleet(config: Any, *, refuses: bool = False, **keys: Any) -> AsyncIterator[NearFleet]:
+    """Open a fleet with two started hosts; check at the end that no host and no process is left."""
     near = NearFleet(config, **keys)
+    near.refuses = refuses
     try:
+        if not refuses:
+            await near.start()
         yield near
     finally:
         await near.environment.close()
@@ -195,8 +206,7 @@ async def test_frozen_host_costs_only_the_answer_time() -> None:
 
 async def test_environment_actors_that_never_start_end_the_run() -> None:
     config = gym(max_failures=1)
-    async with open_fleet(config, least=1, most=1) as near:
-        near.refuses = True
+    async with open_fleet(config, least=1, most=1, refuses=True) as near:
         first = await near.environment.play(speak(config, "1"))
         assert isinstance(first, Score)
         assert first.outcome is Outcome.UNJUDGED

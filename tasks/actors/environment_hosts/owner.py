@@ -24,13 +24,16 @@ START_SECONDS = 600.0  # longest time, in seconds, until an actor has started, i
 CLOSE_SECONDS = 15.0  # longest time, in seconds, in which an actor may end its worker processes
 
 
-def choose_host_node(nodes: Sequence[Mapping[str, Any]], config: RunConfig, used: Mapping[str, int]) -> str | None:
+def choose_host_node(
+    nodes: Sequence[Mapping[str, Any]], config: RunConfig, used: Mapping[str, int], home: str = ""
+) -> str | None:
     """Return the id of the living node with the fewest environment actors, of those that may run the next one. The
     result is None if Ray should choose the node.
 
     Args:
         nodes: the nodes of the cluster, as `ray.nodes` describes them.
         used: number of environment actors, and of those that were lost, on each node.
+        home: the node of the scheduler, which is chosen only if no other node has as few environment actors.
     """
     if config.cluster.placement.strategy != "spread":
         return None
@@ -39,15 +42,16 @@ def choose_host_node(nodes: Sequence[Mapping[str, Any]], config: RunConfig, used
         for node in nodes
         if node["Alive"] and node["Resources"].get("CPU", 0.0) > 0 and is_fitting(node, config, "environment")
     ]
-    return min(fitting, key=lambda node: (used.get(node, 0), node), default=None)
+    return min(fitting, key=lambda node: (used.get(node, 0), node == home, node), default=None)
 
 
 class RayHost(HostLink):
     """The connection to an environment actor."""
 
-    def __init__(self, context: RunContext, used: Counter[str]) -> None:
-        """Create the connection without an actor. `used` is the number of environment actors on each node."""
-        self._context, self._used = context, used
+    def __init__(self, context: RunContext, used: Counter[str], home: str) -> None:
+        """Create the connection without an actor. `used` is the number of environment actors on each node, and `home`
+        the node of the scheduler."""
+        self._context, self._used, self._home = context, used, home
         self._actor: Any = None
         self._node = ""
 
@@ -55,7 +59,7 @@ class RayHost(HostLink):
         """Start the Ray actor; raise `HostLost` if it cannot start."""
         with _lost_hosts():
             nodes = await asyncio.to_thread(ray.nodes)
-            chosen = choose_host_node(nodes, self._context.config, self._used)
+            chosen = choose_host_node(nodes, self._context.config, self._used, self._home)
             self._use_node(chosen or "")
             self._actor = await asyncio.to_thread(start_host, self._context, chosen)
             async with asyncio.timeout(START_SECONDS):
@@ -105,9 +109,9 @@ def open_environments(context: RunContext, config: RunConfig) -> UsedEnvironment
     if not bounds.most:
         return UsedEnvironments(name_own_process())
     follower = QueueFollower(bounds.min, bounds.most, bounds.grow_seconds, bounds.idle_seconds)
-    used = Counter[str]([str(ray.get_runtime_context().get_node_id())])
+    used, home = Counter[str](), str(ray.get_runtime_context().get_node_id())
     fleet = HostFleet(
-        lambda: RayHost(context, used),
+        lambda: RayHost(context, used, home),
         follower,
         bounds.most,
         config.recovery.answer_seconds,
