@@ -15,12 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollflow.storage.records import Outcome
+from rollflow.tasks.actors.environment_hosts.owner import choose_host_node
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.foreign.guest_process import list_marked
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 from rollflow.tasks.environments.spread.fleet import HostFleet, HostLink, HostLost, HostPlace
 from rollflow.tasks.environments.spread.host import WorldHost
 from rollflow.tasks.environments.spread.pool import SpreadPool
+from rollflow.tasks.run.cluster_config import ClusterConfig, EnvironmentActorsConfig, PlacementConfig, RolePlacement
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.spread.follower import QueueFollower
 from tests.environments.worlds import SpokenEpisode, call, gym, play, speak, trl
@@ -232,6 +235,49 @@ async def test_unwanted_episode_frees_its_host() -> None:
             while near.find_busy():
                 await asyncio.sleep(0.01)
         assert all(place.is_idle for place in near.fleet.places)
+
+
+FAULTS = [("hang", "act"), ("error", "reset"), ("quit", "act"), ("killed", "act"), ("garbage", "act"), ("deep", "act")]
+
+
+@pytest.mark.parametrize(("wrong", "where"), [*FAULTS, ("huge", "reward"), ("tools", "init")])
+async def test_spread_fault_has_the_score_of_a_local_one(wrong: str, where: str) -> None:
+    config = trl("Bad", options={"wrong": wrong, "where": where}, **({"turn_seconds": 0.5} if wrong == "hang" else {}))
+    local, _, other = await asyncio.to_thread(play, config, call("act"), "Done.")
+    async with open_fleet(config) as near:
+        assert await near.environment.play(speak(config, call("act"), "Done.")) == local
+        assert len(near.fleet.places) == 2  # a broken environment costs no host
+        counts = near.environment.health.counts
+        assert {**counts, "seconds": 0} == {**other.health.counts, "seconds": 0}
+
+
+def test_environment_actor_starts_where_fewest_are() -> None:
+    node = {"Alive": True, "Labels": {}, "Resources": {"CPU": 2.0}}
+    nodes = [
+        {**node, "NodeID": "a"},
+        {**node, "NodeID": "b"},
+        {**node, "NodeID": "dead", "Alive": False},
+        {**node, "NodeID": "without CPUs", "Resources": {}},
+        {**node, "NodeID": "fast", "Labels": {"kind": "fast"}},
+    ]
+    config = RunConfig()
+    assert choose_host_node(nodes, config, {"fast": 1}, home="a") == "b"
+    assert choose_host_node(nodes, config, {"fast": 1, "b": 1}, home="a") == "a"
+    placed = ClusterConfig(placement=PlacementConfig(environment=RolePlacement(labels={"kind": "fast"})))
+    assert choose_host_node(nodes, RunConfig(cluster=placed), {"fast": 5}, home="a") == "fast"
+    packed = ClusterConfig(placement=PlacementConfig(strategy="pack"))
+    assert choose_host_node(nodes, RunConfig(cluster=packed), {}) is None
+
+
+def test_environment_actors_without_work_are_refused() -> None:
+    several = ClusterConfig(environment_actors=EnvironmentActorsConfig(min=2))
+    RunConfig(environment=gym(), cluster=several)
+    with pytest.raises(ValueError, match=r"cluster.environment_actors.min = 2: the environment of this run has no"):
+        RunConfig(cluster=several)
+    for wrong in ({"min": 3, "max": 2}, {"max": 2}):
+        with pytest.raises(ValueError, match=r"min must be at least 1 and at most max = 2; change min"):
+            EnvironmentActorsConfig(**wrong)
+    assert [EnvironmentActorsConfig(**one).most for one in ({}, {"min": 3}, {"min": 1, "max": 4})] == [0, 3, 4]
 
 
 @given(answers=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), min_size=4, max_size=4)), max_size=20))

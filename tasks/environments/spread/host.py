@@ -29,7 +29,7 @@ NEVER = 1 << 62  # a host takes no environment out of use, because it does not s
 class HostAnswer:
     """The answer of a host: a line of the worker process, or why there is none."""
 
-    line: bytes = b""
+    line: bytes = b""  # empty: the process wrote an answer that cannot be sent
     outcome: Outcome | None = None  # set if the process ended; `reason` says why
     reason: str = ""
     refusal: str = ""  # what the user must change in the config
@@ -137,6 +137,8 @@ class WorldHost:
             return HostAnswer(pack_line(dict(answer)), counts=episode.place.counts)
         except WorldEnded as ended:
             return HostAnswer(outcome=ended.outcome, reason=str(ended), counts=episode.place.counts)
+        except RecursionError:  # the answer is nested too deeply to be sent
+            return HostAnswer(line=b"", counts=episode.place.counts)
 
     async def close_episode(self, number: int) -> None:
         """Kill the process of an episode, if the episode has one."""

@@ -23,7 +23,7 @@ from rollflow.tasks.environments.foreign.guest_process import decode_line
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.pool import STUCK_SECONDS
 from rollflow.tasks.environments.foreign.settings import WorldSettings
-from rollflow.tasks.environments.foreign.world import World
+from rollflow.tasks.environments.foreign.world import OPENING, World
 from rollflow.tasks.environments.guest.wire import pack_line
 from rollflow.tasks.environments.spread.fleet import HostLost, HostPlace
 from rollflow.tasks.environments.spread.host import HostAnswer
@@ -105,7 +105,11 @@ class RemoteWorld(World):
             answer = await place.call(left if math.isfinite(left) else None, "exchange_line", *given)
         finally:
             self._used.add(time.monotonic() - began)
-        return decode_line(self._check_host(place, answer).line)
+        try:
+            return decode_line(self._check_host(place, answer).line)
+        except ValueError:
+            outcome = Outcome.UNJUDGED if what in OPENING else Outcome.KILLED
+            raise self._end(outcome, f"its process wrote no valid answer to {what}") from None
 
     def _check_host(self, place: HostPlace, answer: HostAnswer) -> HostAnswer:
         """Return the answer of a host, or raise the error that it reports."""
