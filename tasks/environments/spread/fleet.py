@@ -83,7 +83,7 @@ class HostPlace:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiter:
+class _WaitingEpisode:
     """An episode that waits for a place."""
 
     pool: int
@@ -91,7 +91,7 @@ class _Waiter:
 
 
 @dataclass(eq=False, slots=True)
-class _Member:
+class _FleetMember:
     """A host of the fleet; `place` is None until the host has started."""
 
     link: HostLink
@@ -118,8 +118,8 @@ class HostFleet:
         self.answer_seconds = answer_seconds
         self.numbers = itertools.count()  # numbers of episodes and environments
         self._shares: dict[int, int] = {}  # environment -> largest number of its episodes on a host
-        self._members = list[_Member]()  # sorted by the time of their starts
-        self._waiting = list[_Waiter]()
+        self._members = list[_FleetMember]()  # sorted by the time of their starts
+        self._waiting = list[_WaitingEpisode]()
         self._tasks = set[asyncio.Task[None]]()
         self._following: asyncio.Task[None] | None = None
         self._pause, self._not_before = FIRST_PAUSE, 0.0
@@ -143,7 +143,7 @@ class HostFleet:
         """
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
-        waiter = _Waiter(pool, asyncio.get_running_loop().create_future())
+        waiter = _WaitingEpisode(pool, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._dispatch()
         try:
@@ -209,13 +209,13 @@ class HostFleet:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _add_member(self) -> None:
-        member = _Member(self._build())
+        member = _FleetMember(self._build())
         self._members.append(member)
         member.task = asyncio.create_task(self._keep(member))
         self._tasks.add(member.task)
         member.task.add_done_callback(self._tasks.discard)
 
-    async def _keep(self, member: _Member) -> None:
+    async def _keep(self, member: _FleetMember) -> None:
         """Start a host, and watch it until it is lost or no longer needed; then end it."""
         began = asyncio.get_running_loop().time()
         try:
