@@ -78,7 +78,8 @@ MAY: dict[str, set[str]] = {
         *("tasks/policies", "tasks/runtime"),
     },
     "tasks/environments": {
-        *("tasks/engines", "tasks/environments/foreign", "tasks/environments/tool_use", "tasks/games"),
+        *("tasks/engines", "tasks/environments/foreign", "tasks/environments/spread", "tasks/environments/tool_use"),
+        "tasks/games",
         *("tasks/runtime", "tasks/scorers"),
     },
     "tasks/environments/foreign": {
@@ -86,6 +87,9 @@ MAY: dict[str, set[str]] = {
     },
     "tasks/environments/tool_use": {
         *("tasks/environments", "tasks/environments/foreign", "tasks/runtime", "tasks/sandboxes", "tasks/scorers"),
+    },
+    "tasks/environments/spread": {
+        *("tasks/environments/foreign", "tasks/environments/guest", "tasks/scorers/spread"),
     },
     "tasks/environments/guest": set(),
     "tasks/statistics": set(),
@@ -109,8 +113,19 @@ MAY: dict[str, set[str]] = {
     },
     "tasks/actors": {
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/policies", "tasks/prompts", "tasks/rollout"),
-        *("tasks/actors/reward_helpers", "tasks/rollout/resuming", "tasks/run", "tasks/runtime", "tasks/sandboxes"),
+        *(
+            "tasks/actors/environment_hosts",
+            "tasks/actors/reward_helpers",
+            "tasks/rollout/resuming",
+            "tasks/run",
+            "tasks/runtime",
+            "tasks/sandboxes",
+        ),
         "tasks/scorers",
+    },
+    "tasks/actors/environment_hosts": {
+        *("tasks/actors", "tasks/environments", "tasks/environments/spread", "tasks/run", "tasks/runtime"),
+        "tasks/scorers/spread",
     },
     "tasks/actors/reward_helpers": {"tasks/actors", "tasks/run", "tasks/runtime", "tasks/scorers"},
     "flows/services": set(),
