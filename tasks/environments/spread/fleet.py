@@ -166,8 +166,9 @@ class HostFleet:
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
-        for task in self._tasks:
-            task.cancel()
+        for member in self._members:  # a host that is already ending is no member any more
+            if member.task is not None:
+                member.task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_waiting("the environments were closed")
 
