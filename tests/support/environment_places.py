@@ -103,9 +103,18 @@ def count_outcomes(scores: list[Score]) -> Mapping[str, int]:
 
 async def play_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
     """Run all phases; return what the test compares."""
+    playing = Playing(folder)
+    try:
+        return await lose_hosts(playing, node)
+    finally:
+        await playing.environments.close_all()
+
+
+async def lose_hosts(playing: Playing, node: RayNode) -> dict[str, Any]:
+    """Lose a node, and then an environment actor; return what the test compares."""
     from tests.environments.worlds import speak
 
-    playing, found = Playing(folder), dict[str, Any]()
+    found = dict[str, Any]()
     first = await playing.environment.play(speak(playing.config, "1"))
     assert isinstance(first, Score), first
     hosts = await await_hosts(2)
@@ -131,7 +140,7 @@ async def play_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
     found["without snapshots"] = count_outcomes(await playing.end(some))
 
     [use] = playing.environments.read()
-    found["counts"] = {name: use.counts[name] for name in ("episodes", "failures", "hangs", "kills")}
+    found["counts"] = {name: use.figures[name] for name in ("episodes", "failures", "hangs", "kills")}
     hosts = await await_hosts(2, frozenset({on_node, killed}))
     some = await playing.play_some(2)
     left = [process for pid in hosts for process in (psutil.Process(pid), *list_workers(pid))]
