@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
@@ -25,20 +25,30 @@ from rollflow.tasks.environments.foreign.pool import STUCK_SECONDS
 from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.foreign.world import OPENING, World
 from rollflow.tasks.environments.guest.wire import pack_line
-from rollflow.tasks.environments.spread.fleet import HostLost, HostPlace
+from rollflow.tasks.environments.spread.fleet import HostFleet, HostLost, HostPlace
 from rollflow.tasks.environments.spread.host import HostAnswer
-
-if TYPE_CHECKING:
-    from rollflow.tasks.environments.spread.pool import SpreadPool
 
 MOST_MOVES = 3  # an episode that loses more hosts may itself be the cause, and is not continued
 ACTIONS = ("call", "step")
 
 
+class WorldOwner(Protocol):
+    """The pool of an environment, which owns the worlds of its episodes."""
+
+    fleet: HostFleet
+    number: int  # number of the environment
+
+    def release(self, place: HostPlace, episode: int) -> None:
+        """Kill the process of an episode in the background; then another episode may use its room."""
+
+    def note_counts(self, place: HostPlace, counts: Sequence[float]) -> None:
+        """Add what a host has counted since its last answer."""
+
+
 class RemoteWorld(World):
     """The environment of one episode, in a worker process on a host."""
 
-    def __init__(self, pool: SpreadPool, config: WorldSettings, health: EnvironmentHealth) -> None:
+    def __init__(self, pool: WorldOwner, config: WorldSettings, health: EnvironmentHealth) -> None:
         super().__init__(config, health)
         self._pool = pool
         self._place: HostPlace | None = None
