@@ -77,6 +77,11 @@ class Playing:
     async def play_some(self, count: int, **keys: Any) -> list[asyncio.Future[Any]]:
         """Begin episodes, and wait until each of them has done its first action."""
         self.arrived, self.go_on = 0, asyncio.Event()
+        fleet = self.environments._fleet
+        assert fleet is not None
+        async with asyncio.timeout(WAIT_SECONDS):
+            while len(fleet.places) < 2:  # an actor that Ray shows as alive may not have answered yet
+                await asyncio.sleep(0.05)
         playing = [self.play(**keys) for _ in range(count)]
         async with asyncio.timeout(WAIT_SECONDS):
             while self.arrived < count:
