@@ -22,23 +22,23 @@ class UsedEnvironments:
         processes of this process, whose id is `process`."""
         self._process, self._fleet = process, fleet
         self._make_pool = WorldPool if fleet is None else functools.partial(SpreadPool, fleet)
-        self._built, self._closed = list[Environment](), list[Environment]()
+        self._built, self._open = list[Environment](), list[Environment]()
 
     def build(self, config: EnvironmentConfig) -> Environment:
         """Create the environment that the config section `[environment]` describes."""
         self._built.append(built := build_environment(config, self._make_pool))
+        self._open.append(built)
         return built
 
     async def close(self, environment: Environment) -> None:
         """End the worker processes and the tools of an environment; its counters are kept."""
-        self._closed.append(environment)
+        self._open.remove(environment)
         await close_environment(environment)
 
     async def close_all(self) -> None:
         """End everything that the environments have started."""
-        for environment in self._built:
-            if not any(environment is one for one in self._closed):
-                await self.close(environment)
+        for environment in list(self._open):
+            await self.close(environment)
         if self._fleet is not None:
             await self._fleet.close()
 

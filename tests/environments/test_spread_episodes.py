@@ -15,17 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollflow.storage.records import Outcome
-from rollflow.tasks.actors.environment_hosts.owner import choose_host_node
+from rollflow.tasks.actors.environment_hosts.owner import SCHEDULER_WEIGHT
+from rollflow.tasks.actors.spread.member import NodeChoice
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.foreign.guest_process import list_marked
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
-from rollflow.tasks.environments.spread.fleet import HostFleet, HostLink, HostLost, HostPlace
+from rollflow.tasks.environments.spread.fleet import HostFleet, HostLink, HostPlace
 from rollflow.tasks.environments.spread.host import WorldHost
 from rollflow.tasks.environments.spread.pool import SpreadPool
 from rollflow.tasks.run.cluster_config import ClusterConfig, EnvironmentActorsConfig, PlacementConfig, RolePlacement
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.spread.follower import QueueFollower
+from rollflow.tasks.scorers.spread.members import PlaceLost
 from tests.environments.worlds import SpokenEpisode, call, gym, play, speak, trl
 
 
@@ -39,18 +41,18 @@ class NearLink(HostLink):
 
     async def start(self) -> None:
         if self.refuses:
-            raise HostLost("no node has room")
+            raise PlaceLost("no node has room")
 
     async def call(self, method: str, *given: Any) -> Any:
         self.calls[method] += 1
         if self.frozen:
             await asyncio.Event().wait()
         if self.dead:
-            raise HostLost("its node died")
+            raise PlaceLost("its node died")
         answer = await getattr(self.host, method)(*given)
         self.marks |= {place.pool._guest.mark for place in self.host._pools.values() if place.pool._guest}
         if self.dead:
-            raise HostLost("its node died")
+            raise PlaceLost("its node died")
         return answer
 
     async def end(self) -> None:
@@ -259,13 +261,14 @@ def test_environment_actor_starts_where_fewest_are() -> None:
         {**node, "NodeID": "without CPUs", "Resources": {}},
         {**node, "NodeID": "fast", "Labels": {"kind": "fast"}},
     ]
-    config = RunConfig()
-    assert choose_host_node(nodes, config, {"fast": 1}, home="a") == "b"
-    assert choose_host_node(nodes, config, {"fast": 1, "b": 1}, home="a") == "a"
+    choice = NodeChoice(RunConfig(), "environment", 0.001, {"a": SCHEDULER_WEIGHT})
+    for expected in ("b", "fast", "a", "b"):  # the scheduler is on "a"
+        assert choice.choose(nodes) == expected
+        choice.note_move("", expected)
     placed = ClusterConfig(placement=PlacementConfig(environment=RolePlacement(labels={"kind": "fast"})))
-    assert choose_host_node(nodes, RunConfig(cluster=placed), {"fast": 5}, home="a") == "fast"
+    assert NodeChoice(RunConfig(cluster=placed), "environment", 0.001, {"fast": 5}).choose(nodes) == "fast"
     packed = ClusterConfig(placement=PlacementConfig(strategy="pack"))
-    assert choose_host_node(nodes, RunConfig(cluster=packed), {}) is None
+    assert NodeChoice(RunConfig(cluster=packed), "environment", 0.001, {}).choose(nodes) is None
 
 
 def test_environment_actors_without_work_are_refused() -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import KIND
 from rollflow.tasks.actors.placement import LEAST, actor_options, engine_cpus, learner_cpus
-from rollflow.tasks.actors.reward_helpers.owner import choose_node
+from rollflow.tasks.actors.spread.member import NodeChoice
 from rollflow.tasks.run.cluster_config import ClusterConfig, RewardActorsConfig
 from rollflow.tasks.run.config import RunConfig
 from tests.support.waiting import RUN_SECONDS
@@ -72,14 +72,18 @@ def test_helper_starts_on_the_fitting_node_with_fewest_actors() -> None:
         {**node, "NodeID": "without CPUs", "Resources": {}},
         {**node, "NodeID": "other", "Labels": {}},
     ]
+
+    def choose(tree: RunConfig, used: Mapping[str, float], among: Sequence[Mapping[str, Any]] = nodes) -> str | None:
+        return NodeChoice(tree, "reward", 1.0, used).choose(among)
+
     placed = config(placement={"reward": {"labels": FAST}})
-    assert choose_node(nodes, placed, {"a": 1}) == "b"
-    assert choose_node(nodes, placed, {"a": 1, "b": 2}) == "a"
-    assert choose_node(nodes, config(), {"a": 1, "b": 1}) == "other"
-    assert choose_node(nodes[2:], placed, {}) is None
-    assert choose_node(nodes, config(placement={"strategy": "pack"}), {}) is None
+    assert choose(placed, {"a": 1}) == "b"
+    assert choose(placed, {"a": 1, "b": 2}) == "a"
+    assert choose(config(), {"a": 1, "b": 1}) == "other"
+    assert choose(placed, {}, nodes[2:]) is None
+    assert choose(config(placement={"strategy": "pack"}), {}) is None
     large = config(placement={"reserve_cpus": True})
-    assert choose_node([{**nodes[0], "Resources": {"CPU": 0.5}}, nodes[1]], large, {"b": 3}) == "b"
+    assert choose(large, {"b": 3}, [{**nodes[0], "Resources": {"CPU": 0.5}}, nodes[1]]) == "b"
 
 
 def test_every_actor_gets_the_environment_variables() -> None:

@@ -16,7 +16,8 @@ from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 from rollflow.tasks.scorers.spread.fleet import Helper, HelperFleet
 from rollflow.tasks.scorers.spread.follower import QueueFollower
-from rollflow.tasks.scorers.spread.spread import PlaceLost, ScoringPlace, SpreadScorer, choose_place
+from rollflow.tasks.scorers.spread.members import PlaceLost
+from rollflow.tasks.scorers.spread.spread import ScoringPlace, SpreadScorer, choose_place
 
 SLOTS = {"": 2}
 
@@ -276,11 +277,11 @@ def test_closing_waits_for_a_reward_helper_that_is_ending() -> None:
         run.fleet._build = lambda: Slow("helper")
         await asyncio.sleep(1.0)
         [member] = run.fleet._members
-        member.helper.lose()  # type: ignore[attr-defined]
+        member.link.lose()  # type: ignore[attr-defined]
         await asyncio.sleep(2.5)
         assert member not in run.fleet._members
         await run.close()
-        assert member.helper.ended  # type: ignore[attr-defined]
+        assert member.link.ended  # type: ignore[attr-defined]
 
     run_virtual(main())
 

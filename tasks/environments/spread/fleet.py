@@ -1,12 +1,11 @@
-"""Starts, watches and ends the hosts of a run's environments, and gives each episode a place on a host.
+"""Gives each episode a place on one of the hosts of a run's environments, of which as many run as the episodes need.
 
     claim_place --> the started host with the fewest episodes; if all are full, wait in order of arrival
     more episodes than the hosts take --> start a host; fewer --> the newest host ends after its last episode
 
 - A host takes its share of `at_once` episodes of each environment, so that all hosts together take `at_once`.
-- A host that is lost, or does not answer for `answer_seconds`, is ended and replaced, after a pause that doubles while
-  hosts are lost soon after their start.
-- `HostLink.end` is called for each host whose start was begun.
+- A host that is lost, or does not answer for `answer_seconds`, is ended and replaced.
+- No episode waits for a place while no host is running or starting and the newest one could not be started.
 """
 
 from __future__ import annotations
@@ -16,31 +15,20 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.tasks.scorers.spread.follower import QueueFollower
+from rollflow.tasks.scorers.spread.members import FleetLink, FleetMember, MemberFleet, PlaceLost
 
-LOOK_SECONDS = 1.0  # seconds between two looks at the number of episodes
 PING_SECONDS = 2.0  # seconds between two calls that check that a host is alive
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between the loss of a host and the start of another one
 
 
-class HostLost(Exception):
-    """Raised if a host cannot be started, is gone, or does not answer."""
-
-
-class HostLink(Protocol):
+class HostLink(FleetLink, Protocol):
     """The connection to a host."""
 
-    async def start(self) -> None:
-        """Start the host; raise `HostLost` if it cannot start."""
-
     async def call(self, method: str, *given: Any) -> Any:
-        """Call a method of the `WorldHost`; raise `HostLost` if the host is gone."""
-
-    async def end(self) -> None:
-        """End the host with all its processes, without raising an error; may be called at any time."""
+        """Call a method of the `WorldHost`; raise `PlaceLost` if the host is gone."""
 
 
 class HostPlace:
@@ -50,22 +38,22 @@ class HostPlace:
         self._link = link
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the host is lost
         self.running = Counter[int]()
-        self.stays = True  # False if the host ends after its episodes
 
-    async def call(self, seconds: float | None, method: str, *given: Any) -> Any:
+    async def call(self, seconds: float, method: str, *given: Any) -> Any:
         """Call a method of the host.
 
         Raises:
-            HostLost: the host is lost, or did not answer in these seconds, and therefore counts as lost.
+            PlaceLost: the host is lost, or did not answer in these seconds, and therefore counts as lost.
         """
         call = asyncio.ensure_future(self._link.call(method, *given))
         try:
-            await asyncio.wait({call, self.lost}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            timeout = seconds if math.isfinite(seconds) else None
+            await asyncio.wait({call, self.lost}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if call.done():
                 return call.result()
-            self.lose(f"it did not answer {method} in {seconds or 0:g} s")
-            raise HostLost(self.lost.result())
-        except HostLost as lost:
+            self.lose(f"it did not answer {method} in {seconds:g} s")
+            raise PlaceLost(self.lost.result())
+        except PlaceLost as lost:
             self.lose(str(lost))
             raise
         finally:
@@ -90,18 +78,10 @@ class _WaitingEpisode:
     future: asyncio.Future[HostPlace]
 
 
-@dataclass(eq=False, slots=True)
-class _FleetMember:
-    """A host of the fleet; `place` is None until the host has started."""
-
-    link: HostLink
-    place: HostPlace | None = None
-    stays: bool = True
-    task: asyncio.Task[None] | None = field(default=None)
-
-
-class HostFleet:
+class HostFleet(MemberFleet[HostLink, HostPlace]):
     """Keeps as many hosts running as the episodes need."""
+
+    loss = "an environment actor is lost"
 
     def __init__(
         self,
@@ -114,15 +94,13 @@ class HostFleet:
         """Create the fleet without hosts. `build` creates a host without starting it, and `most` is the largest number
         of hosts.
         """
-        self._build, self._follower, self._most, self._warn = build, follower, most, warn
+        super().__init__(build, warn)
+        self._follower, self._most = follower, most
         self.answer_seconds = answer_seconds
         self.numbers = itertools.count()  # numbers of episodes and environments
         self._shares: dict[int, int] = {}  # environment -> largest number of its episodes on a host
-        self._members = list[_FleetMember]()  # sorted by the time of their starts
         self._waiting = list[_WaitingEpisode]()
-        self._tasks = set[asyncio.Task[None]]()
-        self._following: asyncio.Task[None] | None = None
-        self._pause, self._not_before = FIRST_PAUSE, 0.0
+        self._running: asyncio.Task[None] | None = None
 
     @property
     def places(self) -> list[HostPlace]:
@@ -139,13 +117,13 @@ class HostFleet:
         """Wait until a host has room for an episode of an environment, and reserve the room.
 
         Raises:
-            HostLost: no host is running, and another one could not be started.
+            PlaceLost: no host is running, and another one could not be started.
         """
-        if self._following is None:
-            self._following = asyncio.create_task(self._follow())
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
         waiter = _WaitingEpisode(pool, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
-        self._dispatch()
+        self._share_work()
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -159,103 +137,71 @@ class HostFleet:
     def free_place(self, place: HostPlace, pool: int) -> None:
         """Give the room of an ended episode to the next one."""
         place.running[pool] -= 1
-        self._dispatch()
+        self._share_work()
 
     async def close(self) -> None:
         """End all hosts."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-        for member in self._members:  # a host that is already ending is no member any more
-            if member.task is not None:
-                member.task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_waiting("the environments were closed")
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
 
-    def _dispatch(self) -> None:
+    async def _run(self) -> None:
+        try:
+            await self.run()
+        finally:
+            self._fail_waiting("the environment actors were ended")
+
+    def _decide(self, now: float) -> int:
+        """Return the wanted number of hosts: those that the running and waiting episodes would fill."""
+        asked = Counter(waiter.pool for waiter in self._waiting)
+        for place in self.places:
+            asked.update(place.running)
+        wanted = max((math.ceil(count / self._shares[pool]) for pool, count in asked.items()), default=0)
+        return self._follower.decide(now, wanted)
+
+    def _open(self, member: FleetMember[HostLink, HostPlace]) -> HostPlace:
+        """Return the place of a started host."""
+        return HostPlace(member.link)
+
+    async def _watch(self, member: FleetMember[HostLink, HostPlace], place: HostPlace) -> None:
+        """Call a host until it has no episode and is no longer needed."""
+        while member.stays or not place.is_idle:
+            await place.call(self.answer_seconds, "answer_call")
+            await asyncio.wait({place.lost}, timeout=PING_SECONDS)
+            if place.lost.done():
+                raise PlaceLost(place.lost.result())
+
+    def _close(self, place: HostPlace) -> None:
+        """Let the calls of a host that ends fail."""
+        place.lose("the environment actor was ended")
+
+    def _share_work(self) -> None:
         """Give free room to the waiting episodes, in order of arrival."""
         full = set[int]()
         for waiter in list(self._waiting):
             if waiter.pool in full or waiter.future.done():
                 continue
-            share = self._shares[waiter.pool]
-            free = [one for one in self.places if one.stays and one.running[waiter.pool] < share]
-            if not free:
+            place = self._choose_place(waiter.pool)
+            if place is None:
                 full.add(waiter.pool)
                 continue
-            place = min(free, key=lambda one: one.running.total())
             place.running[waiter.pool] += 1
             waiter.future.set_result(place)
             self._waiting.remove(waiter)
 
-    def _count_wanted(self) -> int:
-        """Return the number of hosts that the running and waiting episodes would fill."""
-        asked = Counter(waiter.pool for waiter in self._waiting)
-        for place in self.places:
-            asked.update(place.running)
-        return max((math.ceil(count / self._shares[pool]) for pool, count in asked.items()), default=0)
+    def _choose_place(self, pool: int) -> HostPlace | None:
+        """Return the host with the fewest episodes, of those that stay and have room for one of this environment."""
+        opened = [one.place for one in self._members if one.stays and one.place and not one.place.lost.done()]
+        free = [place for place in opened if place.running[pool] < self._shares[pool]]
+        return min(free, key=lambda place: place.running.total(), default=None)
 
-    async def _follow(self) -> None:
-        while True:
-            now = asyncio.get_running_loop().time()
-            wanted = self._follower.decide(now, self._count_wanted())
-            for number, member in enumerate(self._members):
-                member.stays = number < wanted
-                if member.place is not None:
-                    member.place.stays = member.stays
-            self._dispatch()  # a host that was about to end may take episodes again
-            if now >= self._not_before:
-                for _ in range(wanted - len(self._members)):
-                    self._add_member()
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def _add_member(self) -> None:
-        member = _FleetMember(self._build())
-        self._members.append(member)
-        member.task = asyncio.create_task(self._keep(member))
-        self._tasks.add(member.task)
-        member.task.add_done_callback(self._tasks.discard)
-
-    async def _keep(self, member: _FleetMember) -> None:
-        """Start a host, and watch it until it is lost or no longer needed; then end it."""
-        began = asyncio.get_running_loop().time()
-        try:
-            await member.link.start()
-            member.place = HostPlace(member.link)
-            member.place.stays = member.stays
-            self._dispatch()
-            await self._watch(member.place)
-        except Exception as error:  # noqa: BLE001 - whatever the error is, the next start must wait
-            self._plan_restart(began)
-            what = str(error) if isinstance(error, HostLost) else f"{type(error).__name__}: {error}"
-            self._warn(f"an environment actor is lost: {what}")
-            self._members.remove(member)
-            if not self._members:
-                self._fail_waiting(f"no environment actor is running: {what}")
-        finally:
-            if member.place is not None:
-                member.place.lose("the environment actor was ended")
-            if member in self._members:
-                self._members.remove(member)
-            await member.link.end()
-
-    async def _watch(self, place: HostPlace) -> None:
-        """Call a host until it has no episode and is no longer needed."""
-        while place.stays or not place.is_idle:
-            await place.call(self.answer_seconds, "answer_call")
-            await asyncio.wait({place.lost}, timeout=PING_SECONDS)
-            if place.lost.done():
-                raise HostLost(place.lost.result())
-
-    def _plan_restart(self, began: float) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - began > LONGEST_PAUSE:
-            self._pause = FIRST_PAUSE
-        self._not_before = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+    def _note_loss(self, reason: str) -> None:
+        """Let the waiting episodes fail if no host is left that runs or starts."""
+        if not self._members:
+            self._fail_waiting(f"no environment actor is running: {reason}")
 
     def _fail_waiting(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.future.done():
-                waiter.future.set_exception(HostLost(reason))
+                waiter.future.set_exception(PlaceLost(reason))

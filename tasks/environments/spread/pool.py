@@ -11,9 +11,10 @@ from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.pool import WorldPool
 from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.foreign.world import World
-from rollflow.tasks.environments.spread.fleet import HostFleet, HostLost, HostPlace
+from rollflow.tasks.environments.spread.fleet import HostFleet, HostPlace
 from rollflow.tasks.environments.spread.host import HOST_COUNTERS
 from rollflow.tasks.environments.spread.world import RemoteWorld
+from rollflow.tasks.scorers.spread.members import PlaceLost
 
 
 class SpreadPool(WorldPool):
@@ -60,15 +61,16 @@ class SpreadPool(WorldPool):
 
     async def _close_episode(self, place: HostPlace, episode: int) -> None:
         try:
-            with contextlib.suppress(HostLost):  # a lost host has no process any more
+            with contextlib.suppress(PlaceLost):  # a lost host has no process any more
                 await place.call(self.fleet.answer_seconds, "close_episode", episode)
         finally:
             self.fleet.free_place(place, self.number)
 
     def note_counts(self, place: HostPlace, counts: Sequence[float]) -> None:
-        """Add what a host has counted since its last answer. Answers may arrive in another order."""
+        """Add what a host has counted since its last answer. Answers may arrive in another order, and an answer for an
+        episode that the host does not have has no counts."""
         seen = self._seen.setdefault(place, [0.0] * len(HOST_COUNTERS))
-        for number, (name, value) in enumerate(zip(HOST_COUNTERS, counts, strict=True)):
+        for number, (name, value) in enumerate(zip(HOST_COUNTERS, counts, strict=False)):
             if (more := value - seen[number]) > 0:
                 seen[number] = value
                 known = getattr(self._health, name)  # an int, or a number of seconds

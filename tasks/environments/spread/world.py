@@ -6,13 +6,13 @@ caused the loss.
 
     open, reset, snapshot 1, step --host lost--> open, reset, restore 1, step     on another host
 
-The host enforces the time limits. A host that answers `answer_seconds` later than that counts as lost.
+The host enforces the time limits, which begin again on another host. A host that has not answered `answer_seconds`
+after the longest time that a request may take counts as lost.
 """
 
 from __future__ import annotations
 
-import math
-import time
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -25,10 +25,13 @@ from rollflow.tasks.environments.foreign.pool import STUCK_SECONDS
 from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.foreign.world import OPENING, World
 from rollflow.tasks.environments.guest.wire import pack_line
-from rollflow.tasks.environments.spread.fleet import HostFleet, HostLost, HostPlace
+from rollflow.tasks.environments.limits import ComputedTime
+from rollflow.tasks.environments.spread.fleet import HostFleet, HostPlace
 from rollflow.tasks.environments.spread.host import HostAnswer
+from rollflow.tasks.scorers.spread.members import PlaceLost
 
 MOST_MOVES = 3  # an episode that loses more hosts may itself be the cause, and is not continued
+MOVE_SECONDS = 600.0  # longest time, in seconds, that an episode of a lost host waits for a place on another host
 ACTIONS = ("call", "step")
 
 
@@ -71,7 +74,7 @@ class RemoteWorld(World):
         """
         try:
             await self._start_process()
-        except HostLost as lost:
+        except PlaceLost as lost:
             await self._move(lost, "open")
 
     async def exchange_line(self, line: bytes, what: str, seconds: float | None = None) -> Mapping[str, Any]:
@@ -79,7 +82,7 @@ class RemoteWorld(World):
         while True:
             try:
                 answer = await self._send(line, what, seconds)
-            except HostLost as lost:
+            except PlaceLost as lost:
                 await self._move(lost, what)
                 continue
             self._note_state(line, what, seconds, answer)
@@ -96,25 +99,28 @@ class RemoteWorld(World):
             self._pool.release(self._place, self._number)
             self._place = None
 
-    async def _start_process(self) -> None:
-        self._place = place = await self._pool.fleet.claim_place(self._pool.number)
+    async def _start_process(self, wait_seconds: float | None = None) -> None:
+        """Start the process on a host; wait at most `wait_seconds` until a host has room."""
+        try:
+            async with asyncio.timeout(wait_seconds):
+                self._place = place = await self._pool.fleet.claim_place(self._pool.number)
+        except TimeoutError:
+            raise PlaceLost(f"no other environment actor had room within {wait_seconds:g} s") from None
         self._number = next(self._pool.fleet.numbers)
-        longest = self._config.start_seconds + STUCK_SECONDS + self._pool.fleet.answer_seconds
+        # If imports fail, an episode waits for the imports of all episodes of the host that began before it.
+        imports = self._config.at_once * (self._config.start_seconds + STUCK_SECONDS)
+        longest = imports + self._pool.fleet.answer_seconds
         given = (self._number, self._pool.number, self._config, self._health.name)
         self._check_host(place, await place.call(longest, "open_episode", *given))
 
     async def _send(self, line: bytes, what: str, seconds: float | None) -> Mapping[str, Any]:
-        """Send a request to the host; raise `HostLost` if the host is lost."""
+        """Send a request to the host; raise `PlaceLost` if the host is lost."""
         if (place := self._place) is None:
             raise WorldEnded(Outcome.UNJUDGED, f"its process had ended before {what}")
-        left = max(0.0, self._bound_seconds(what, seconds)[0]) + self._pool.fleet.answer_seconds
+        longest = self._bound_seconds(what, seconds)[0] + self._pool.fleet.answer_seconds
         turn_begins, self._turn_begins = self._turn_begins, False
-        began = time.monotonic()
-        try:
-            given = (self._number, line, what, seconds, turn_begins)
-            answer = await place.call(left if math.isfinite(left) else None, "exchange_line", *given)
-        finally:
-            self._used.add(time.monotonic() - began)
+        given = (self._number, line, what, seconds, turn_begins)
+        answer = await place.call(longest, "exchange_line", *given)
         try:
             return decode_line(self._check_host(place, answer).line)
         except ValueError:
@@ -140,26 +146,33 @@ class RemoteWorld(World):
         elif what in ("open", "reset", "restore"):
             self._state[what] = (line, seconds)
 
-    async def _move(self, lost: HostLost, what: str) -> None:
+    async def _move(self, lost: PlaceLost, what: str) -> None:
         """Continue the episode on another host, which does the request `what` next.
 
         Raises:
             WorldEnded: the state of the environment is not known.
         """
+        self._give_up_place()
+        if what == "close":
+            raise WorldEnded(Outcome.UNJUDGED, "its process ended with its environment actor")
+        in_turn, self._used = not self._used.is_setup, ComputedTime()
         while True:
-            self._give_up_place()
             if self._moves >= MOST_MOVES or not self._is_state_known(what):
                 raise self._name_loss(lost)
             self._moves += 1
             try:
-                await self._start_process()
+                await self._start_process(MOVE_SECONDS)
                 for request, (line, seconds) in self._state.items():
                     answer = await self._send(line, request, seconds)
                     if wrong := [answer[key] for key in ("error", "fault", "lost") if key in answer]:
                         raise WorldEnded(Outcome.UNJUDGED, f"{request} on another node failed with {wrong[0]}")
-                return
-            except HostLost as again:
+            except PlaceLost as again:
+                self._give_up_place()
                 lost = again
+                continue
+            if in_turn:
+                self.begin_turn()
+            return
 
     def _is_state_known(self, what: str) -> bool:
         """Return whether another host can bring the environment to the state before the request `what`."""
@@ -174,7 +187,7 @@ class RemoteWorld(World):
             self._pool.fleet.free_place(self._place, self._pool.number)
             self._place = None
 
-    def _name_loss(self, lost: HostLost) -> WorldEnded:
+    def _name_loss(self, lost: PlaceLost) -> WorldEnded:
         """Return the error of an episode that cannot continue; the environment is not blamed for the loss of a node."""
         ended = WorldEnded(Outcome.UNJUDGED, f"its environment actor is lost: {lost}")
         if self._pool.fleet.places:

@@ -2,5 +2,6 @@
 
 spread     the scorer that sends each response to the place with the fewest waiting responses
 follower   decides the number of places from the queue of responses
-fleet      starts, watches and ends the helpers
+members    starts, watches and ends the members of a fleet
+fleet      the fleet of the helpers
 """

@@ -1,7 +1,7 @@
-"""Decides how many reward actors a run needs, from the length of the queue of responses.
+"""Decides how many reward actors or environment actors a run needs, from the responses or episodes that need them.
 
-    seen in the last `grow_seconds`: the responses always wanted more actors   -> as many as they always wanted
-    seen in the last `idle_seconds`: the responses always wanted fewer actors  -> as many as they wanted at most
+    in the last `grow_seconds`, more actors were always needed   -> as many as were always needed
+    in the last `idle_seconds`, fewer actors were always needed  -> as many as were needed at most
 
 A short burst starts no actor, and a short pause ends none.
 """
@@ -12,20 +12,20 @@ from collections import deque
 
 
 class QueueFollower:
-    """Decides the number of places that score responses."""
+    """Decides the number of actors."""
 
     def __init__(self, least: int, most: int, grow_seconds: float, idle_seconds: float) -> None:
         self._least, self._most = least, most
         self._grow_seconds, self._idle_seconds = grow_seconds, idle_seconds
         self.count = least
-        self._seen = deque[tuple[float, int]]()  # time, and the number of places that the queue wanted at this time
+        self._seen = deque[tuple[float, int]]()  # time, and the number of actors that were needed at this time
 
     def decide(self, now: float, wanted: int) -> int:
-        """Return the number of places.
+        """Return the number of actors.
 
         Args:
             now: time in seconds, of any clock that never goes back.
-            wanted: number of places whose workers the responses without a score would fill.
+            wanted: number of actors that the present responses or episodes would fill.
         """
         wanted = min(max(wanted, self._least), self._most)
         self._seen.append((now, wanted))
@@ -39,7 +39,7 @@ class QueueFollower:
         return self.count
 
     def _list_since(self, begin: float) -> list[int]:
-        """Return the numbers that the queue wanted since `begin`; return [] if nothing was recorded before `begin`."""
+        """Return the numbers that were needed since `begin`; return [] if nothing was recorded before `begin`."""
         if self._seen[0][0] > begin:
             return []
         first = max(time for time, _ in self._seen if time <= begin)

@@ -21,20 +21,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 from rollflow.tasks.scorers.routed import RoutedScorer
+from rollflow.tasks.scorers.spread.members import PlaceLost
 
 AHEAD_SECONDS = 1.0  # largest estimated time, in seconds, until a place begins to score a response that it gets
 LEAST_AHEAD, MOST_AHEAD = 2, 256  # smallest and largest number of responses that a place gets for each of its slots
 MOST_LOSSES = 2  # number of lost helpers after which only the run's own scorer scores a response
 
 Submit = Callable[[Sequence[ScoreRequest]], list["asyncio.Future[Score]"]]
-
-
-class PlaceLost(RollflowError):
-    """Raised if a helper returns no more scores, for a reason that no response has caused."""
 
 
 class ScoringPlace:
