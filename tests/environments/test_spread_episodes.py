@@ -19,12 +19,14 @@ from rollflow.tasks.actors.environment_hosts.owner import SCHEDULER_WEIGHT
 from rollflow.tasks.actors.spread.member import NodeChoice
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.foreign.guest_process import list_marked
+from rollflow.tasks.environments.foreign.health import EnvironmentBroken
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 from rollflow.tasks.environments.spread.fleet import HostFleet, HostLink, HostPlace
 from rollflow.tasks.environments.spread.host import WorldHost
 from rollflow.tasks.environments.spread.pool import SpreadPool
 from rollflow.tasks.run.cluster_config import ClusterConfig, EnvironmentActorsConfig, PlacementConfig, RolePlacement
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.spread.follower import QueueFollower
 from rollflow.tasks.scorers.spread.members import PlaceLost
@@ -36,17 +38,22 @@ class NearLink(HostLink):
 
     def __init__(self) -> None:
         self.host, self.marks = WorldHost(), set[str]()
-        self.dead = self.frozen = self.ended = self.refuses = False
+        self.dead = self.frozen = self.ended = self.refuses = self.is_stuck = False
+        self.dies_at = ""  # the host dies before this request to an environment
         self.calls = Counter[str]()
 
     async def start(self) -> None:
         if self.refuses:
             raise PlaceLost("no node has room")
+        if self.is_stuck:
+            await asyncio.Event().wait()
 
     async def call(self, method: str, *given: Any) -> Any:
         self.calls[method] += 1
         if self.frozen:
             await asyncio.Event().wait()
+        if self.dies_at and self.dies_at in given:
+            await self.kill()
         if self.dead:
             raise PlaceLost("its node died")
         answer = await getattr(self.host, method)(*given)
@@ -70,7 +77,7 @@ class NearFleet:
 
     def __init__(self, config: Any, least: int = 2, most: int = 2, answer_seconds: float = 20.0) -> None:
         self.links, self.warned = list[NearLink](), list[str]()
-        self.refuses = False
+        self.refuses = self.is_stuck = False
         follower = QueueFollower(least, most, 0.0, 3600.0)
         self.fleet = HostFleet(self._build, follower, most, answer_seconds, self.warned.append)
         environment = build_environment(config, partial(SpreadPool, self.fleet))
@@ -79,7 +86,7 @@ class NearFleet:
 
     def _build(self) -> HostLink:
         self.links.append(link := NearLink())
-        link.refuses = self.refuses
+        link.refuses, link.is_stuck = self.refuses, self.is_stuck
         return link
 
     async def start(self) -> None:
@@ -209,15 +216,88 @@ async def test_frozen_host_costs_only_the_answer_time() -> None:
             link.frozen = False
 
 
-async def test_environment_actors_that_never_start_end_the_run() -> None:
+def test_environment_actors_that_never_start_end_the_run() -> None:
     config = gym(max_failures=1)
-    async with open_fleet(config, least=1, most=1, refuses=True) as near:
-        first = await near.environment.play(speak(config, "1"))
-        assert isinstance(first, Score)
-        assert first.outcome is Outcome.UNJUDGED
-        assert "no node has room" in first.reason
-        with pytest.raises(Exception, match="no node has room"):
-            await near.environment.play(speak(config, "1"))
+
+    async def main() -> None:
+        async with open_fleet(config, least=1, most=1, refuses=True) as near:
+            first = await near.environment.play(speak(config, "1"))
+            assert isinstance(first, Score)
+            assert first.outcome is Outcome.UNJUDGED
+            assert "no node has room" in first.reason
+            with pytest.raises(EnvironmentBroken, match="no node has room"):
+                await near.environment.play(speak(config, "1"))
+
+    run_virtual(main())
+
+
+async def test_continued_episode_has_the_limits_of_a_turn() -> None:
+    config = gym("Saving", options={"wrong": "hang"}, turn_seconds=0.5, setup_seconds=3600.0)
+    async with open_fleet(config) as near:
+
+        async def kill(turn: int) -> None:
+            if turn == 1:
+                await near.find_busy()[0].kill()
+
+        async with asyncio.timeout(60):
+            score = await near.environment.play(stop_before(config, kill, "1", keeps_snapshots=True))
+        assert isinstance(score, Score)
+        assert score.outcome is Outcome.TIMEOUT
+        assert "environment.turn_seconds = 0.5" in score.reason
+        assert near.environment.health.hangs == 1
+        assert len(near.fleet.places) >= 1  # the other host is not blamed
+
+
+async def test_host_lost_after_the_last_action_changes_no_score() -> None:
+    config = gym()
+    whole, _, _ = await asyncio.to_thread(play, config, "1")
+    async with open_fleet(config) as near:
+        for link in near.links:
+            link.dies_at = "close"
+        assert await near.environment.play(speak(config, "1")) == whole
+        assert sum(link.calls["open_episode"] for link in near.links) == 1
+        assert near.environment.health.failures == 0
+
+
+async def test_episode_whose_process_was_closed_is_unjudged() -> None:
+    config = gym()
+    async with open_fleet(config) as near:
+
+        async def close(turn: int) -> None:
+            if turn == 1:
+                await near.find_busy()[0].host.close()
+
+        score = await near.environment.play(stop_before(config, close, "1"))
+        assert isinstance(score, Score)
+        assert score.outcome is Outcome.UNJUDGED
+        assert "its process had ended before step" in score.reason
+
+
+async def test_episode_waits_a_bounded_time_for_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.tasks.environments.spread.world.MOVE_SECONDS", 0.1)
+    config = gym("Saving")
+    async with open_fleet(config) as near:
+
+        async def kill(turn: int) -> None:
+            if turn == 1:
+                near.is_stuck = True  # no further host ever starts
+                await asyncio.gather(*(link.kill() for link in near.links))
+
+        async with asyncio.timeout(60):
+            score = await near.environment.play(stop_before(config, kill, "1", keeps_snapshots=True))
+        assert isinstance(score, Score)
+        assert score.outcome is Outcome.UNJUDGED
+
+
+async def test_fault_of_the_fleet_fails_the_waiting_episode() -> None:
+    class Broken(QueueFollower):
+        def decide(self, now: float, wanted: int) -> int:
+            raise RuntimeError("a fault")
+
+    fleet = HostFleet(NearLink, Broken(1, 1, 0.0, 0.0), 1, 5.0)
+    for _ in range(2):
+        with pytest.raises(PlaceLost):
+            await fleet.claim_place(fleet.add_pool(1))
 
 
 async def test_unwanted_episode_frees_its_host() -> None:

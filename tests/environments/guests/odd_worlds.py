@@ -230,6 +230,56 @@ class Saving(Walk):
         self.place, self.steps = data[2:]
 
 
+class Placed(Walk):
+    """A walk that writes into a file, at each reset, the process id of the Ray actor in which its processes run. After
+    ten resets it kills a Ray actor of the class `victim`, once."""
+
+    def __init__(self, file: str, victim: str = "", goal: int = 3) -> None:
+        super().__init__(goal)
+        self.file, self.victim = file, victim
+
+    def reset(self, **keys):
+        above, parent = [], os.getpid()
+        while parent > 1:
+            with open(f"/proc/{parent}/stat") as stat:
+                parent = int(stat.read().rpartition(")")[2].split()[1])
+            above.append(parent)
+        with open(self.file, "a+") as file:
+            file.write("".join(f"{pid}\n" for pid in above if read_command(pid).startswith("ray::EnvironmentActor")))
+            file.seek(0)
+            resets = len(file.readlines())
+        if self.victim and resets > 10:
+            with contextlib.suppress(FileExistsError), open(self.file + ".killed", "x") as killed:
+                [pid] = [pid for pid in list_family() if read_command(pid).startswith(f"ray::{self.victim}")][:1]
+                killed.write(str(pid))
+                os.kill(pid, signal.SIGKILL)
+        return super().reset(**keys)
+
+
+def act_by_length(text: str) -> int:
+    """Return 1 if the text has an even length, else 0."""
+    return 1 - len(text) % 2
+
+
+def read_command(pid: int) -> str:
+    """Return the command line of a process; "" if the process has ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def list_family() -> list[int]:
+    """List the processes with the `ROLLFLOW_HOME` of this process."""
+    found, home = [], "ROLLFLOW_HOME={}".format(os.environ["ROLLFLOW_HOME"]).encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if home in file.read().split(b"\0"):
+                found.append(int(name))
+    return found
+
+
 class Wrapped:
     """A wrapper that ends an episode after two steps, as gymnasium's TimeLimit does."""
 
