@@ -259,6 +259,24 @@ async def test_host_lost_after_the_last_action_changes_no_score() -> None:
         assert near.environment.health.failures == 0
 
 
+@pytest.mark.parametrize("observe", [None, "odd_worlds:observe_drawn"])
+async def test_episode_continues_only_with_the_same_observation(observe: str | None) -> None:
+    config = gym(observe=observe)
+    async with open_fleet(config) as near:
+
+        async def kill(turn: int) -> None:
+            if turn == 0:
+                await near.find_busy()[0].kill()
+
+        score = await near.environment.play(stop_before(config, kill, "1"))
+        assert isinstance(score, Score)
+        if observe is None:
+            assert (score.outcome, score.value) == (Outcome.CORRECT, 6.0)
+        else:  # the new process draws another number
+            assert score.outcome is Outcome.UNJUDGED
+            assert "reset on another node gave another observation" in score.reason
+
+
 async def test_episode_whose_process_was_closed_is_unjudged() -> None:
     config = gym()
     async with open_fleet(config) as near:

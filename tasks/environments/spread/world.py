@@ -1,8 +1,8 @@
 """The environment of one episode in a worker process on a host.
 
 An episode stays on its host. If the host is lost, the episode continues on another host, if its state is known there:
-at its newest snapshot, or before its first action. Otherwise, the episode is unjudged, because the policy cannot have
-caused the loss.
+at its newest snapshot, or before its first action if a reset gives the same observation again. Otherwise, the episode
+is unjudged, because the policy cannot have caused the loss.
 
     open, reset, snapshot 1, step --host lost--> open, reset, restore 1, step     on another host
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.storage.errors import ConfigError
@@ -48,6 +49,15 @@ class WorldOwner(Protocol):
         """Add what a host has counted since its last answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class _StateRequest:
+    """A request that changes the state of the environment, its time limit, and the text of its answer."""
+
+    line: bytes
+    seconds: float | None = None
+    text: Any = None
+
+
 class RemoteWorld(World):
     """The environment of one episode, in a worker process on a host."""
 
@@ -58,7 +68,7 @@ class RemoteWorld(World):
         self._number = 0
         self._turn_begins = False
         self._moves = 0
-        self._state: dict[str, tuple[bytes, float | None]] = {}  # requests that lead to the newest known state
+        self._state: dict[str, _StateRequest] = {}  # requests that lead to the newest known state
         self._acted = False  # True if an action was done since the newest known state
 
     @property
@@ -142,9 +152,9 @@ class RemoteWorld(World):
         if what in ACTIONS:
             self._acted = True
         elif what == "snapshot" and isinstance(answer.get("data"), str):
-            self._state["restore"], self._acted = (pack_line({"do": "restore", **answer}), None), False
+            self._state["restore"], self._acted = _StateRequest(pack_line({"do": "restore", **answer})), False
         elif what in ("open", "reset", "restore"):
-            self._state[what] = (line, seconds)
+            self._state[what] = _StateRequest(line, seconds, answer.get("text"))
 
     async def _move(self, lost: PlaceLost, what: str) -> None:
         """Continue the episode on another host, which does the request `what` next.
@@ -162,10 +172,7 @@ class RemoteWorld(World):
             self._moves += 1
             try:
                 await self._start_process(MOVE_SECONDS)
-                for request, (line, seconds) in self._state.items():
-                    answer = await self._send(line, request, seconds)
-                    if wrong := [answer[key] for key in ("error", "fault", "lost") if key in answer]:
-                        raise WorldEnded(Outcome.UNJUDGED, f"{request} on another node failed with {wrong[0]}")
+                await self._repeat_requests()
             except PlaceLost as again:
                 self._give_up_place()
                 lost = again
@@ -173,6 +180,15 @@ class RemoteWorld(World):
             if in_turn:
                 self.begin_turn()
             return
+
+    async def _repeat_requests(self) -> None:
+        """Bring a new process to the newest known state."""
+        for what, request in self._state.items():
+            answer = await self._send(request.line, what, request.seconds)
+            if wrong := [answer[key] for key in ("error", "fault", "lost") if key in answer]:
+                raise WorldEnded(Outcome.UNJUDGED, f"{what} on another node failed with {wrong[0]}")
+            if "restore" not in self._state and answer.get("text") != request.text:
+                raise self._name_loss(PlaceLost(f"{what} on another node gave another observation"))
 
     def _is_state_known(self, what: str) -> bool:
         """Return whether another host can bring the environment to the state before the request `what`."""
