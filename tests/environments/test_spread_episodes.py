@@ -259,7 +259,7 @@ async def test_host_lost_after_the_last_action_changes_no_score() -> None:
         assert near.environment.health.failures == 0
 
 
-@pytest.mark.parametrize("observe", [None, "odd_worlds:observe_drawn"])
+@pytest.mark.parametrize("observe", [None, "odd_worlds:observe_process"])
 async def test_episode_continues_only_with_the_same_observation(observe: str | None) -> None:
     config = gym(observe=observe)
     async with open_fleet(config) as near:
@@ -272,7 +272,7 @@ async def test_episode_continues_only_with_the_same_observation(observe: str | N
         assert isinstance(score, Score)
         if observe is None:
             assert (score.outcome, score.value) == (Outcome.CORRECT, 6.0)
-        else:  # the new process draws another number
+        else:  # the new process has another id
             assert score.outcome is Outcome.UNJUDGED
             assert "reset on another node gave another observation" in score.reason
 

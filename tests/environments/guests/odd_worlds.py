@@ -193,6 +193,11 @@ def observe_drawn(found, info) -> str:
     return "{}/{}".format(info.get("seed"), info.get("drawn"))
 
 
+def observe_process(found, info) -> str:
+    """Return the id of the process of the environment."""
+    return str(os.getpid())
+
+
 def act_by_arrow(text: str) -> int:
     """Return the action of an arrow."""
     if text not in ("<", ">"):
