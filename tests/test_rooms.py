@@ -89,7 +89,7 @@ MAY: dict[str, set[str]] = {
         *("tasks/environments", "tasks/environments/foreign", "tasks/runtime", "tasks/sandboxes", "tasks/scorers"),
     },
     "tasks/environments/spread": {
-        *("tasks/environments/foreign", "tasks/environments/guest", "tasks/scorers/spread"),
+        *("tasks/environments", "tasks/environments/foreign", "tasks/environments/guest", "tasks/scorers/spread"),
     },
     "tasks/environments/guest": set(),
     "tasks/statistics": set(),
