@@ -79,7 +79,10 @@ def _suggest_next_step(reason: str, uri: str) -> str:
     """
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
-        return f"unchanged, it would fail again: change what the error names ({change}), or start a new run"
+        return (
+            f"unchanged, it would fail again: change what the error names ({change}), or start a new run; keys of "
+            "policy can change only in a new run"
+        )
     return f"continue the run with: rollflow resume {uri}"
 
 

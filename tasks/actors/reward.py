@@ -176,7 +176,7 @@ class RewardActor:
         costs, warned = [*self._cpu.read(), *helped.costs], [*warnings_of(REWARD).read(), *helped.warned]
         waits, scorer = self.context.store.waits, self._scorer.found
         if not self._began or scorer is None:
-            return RewardStatus(waits, costs, warned=warned, actors=actors, attended=self._attended)
+            return RewardStatus(waits, costs, 1.0, warned, actors=actors, attended=self._attended)
         lasted = max(time.monotonic() - self._began, 1e-9) * self._workers + helped.worker_seconds
         idle = max(0.0, 1.0 - (scorer.usage.busy_seconds + helped.busy_seconds) / lasted)
         status = RewardStatus(

@@ -303,6 +303,7 @@ async def test_reward_actor_reports_and_stores_flips(tmp_path: Path, monkeypatch
     context = RunContext(str(tmp_path / "run"), tmp_path / "cache")
     actor = FakeWorkers(context)
     serving = asyncio.create_task(actor.run())
+    assert (await actor.status()).idle == 1.0  # nothing was scored so far
     verdicts = await actor.score([(Int32s.of([1]).data, {"answer": "1"}, "", (), (), True)])
     found = dict(verdicts.scores)
     while verdicts.ticket is not None:
