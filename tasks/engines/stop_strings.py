@@ -58,7 +58,9 @@ def watch_stops(strings: Sequence[str], folder: Path | None, tokens: Iterable[in
     Raises:
         ConfigError: a request has stop strings, and the policy's folder has no tokenizer.
     """
-    return StopWatch(strings, _read_decoder(folder) if folder and strings else _decode_code_points, tokens)
+    if not strings:
+        return NO_STOPS  # responses share it, because a watch takes 0.8 kB
+    return StopWatch(strings, _read_decoder(folder) if folder else _decode_code_points, tokens)
 
 
 @lru_cache(maxsize=4)

@@ -12,7 +12,7 @@ from tokenizers.decoders import ByteLevel, Metaspace
 from tokenizers.models import BPE, WordLevel
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.engines.stop_strings import StopWatch, watch_stops
+from rollflow.tasks.engines.stop_strings import NO_STOPS, StopWatch, watch_stops
 
 BYTES = Tokenizer(BPE({char: token for token, char in enumerate("abcĠĊâĤ¬")} | {"ab": 8, "Ġa": 9, "âĤ": 10}, []))
 BYTES.decoder = ByteLevel()
@@ -45,3 +45,10 @@ def test_missing_tokenizer_is_an_error_only_with_stop_strings(tmp_path: Path) ->
     assert watch_stops(("b",), None).find_end(map(ord, "abc")) == 2
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be opened"):
         watch_stops(("b",), tmp_path)
+
+
+def test_responses_without_stop_strings_share_a_watch(tmp_path: Path) -> None:
+    assert watch_stops((), tmp_path, [1, 2]) is watch_stops((), None) is NO_STOPS
+    assert NO_STOPS.find_end([3, 4]) is None
+    assert not NO_STOPS.stopped
+    assert not NO_STOPS._newest

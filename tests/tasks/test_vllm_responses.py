@@ -252,9 +252,12 @@ def test_finished_requests_leave_no_state_behind(folder: Path) -> None:
             assert not engine._responses._running
             assert not engine._responses.request_states
             if number % 50 == 49:
+                for _ in range(2):  # the event loop refers to the last requests for two more iterations
+                    await asyncio.sleep(0)
                 gc.collect()
                 sizes.append(len(gc.get_objects()))
-        assert max(sizes) - min(sizes) < 1000, sizes
+        # the first requests also fill caches of Python, such as those of `isinstance` with an abstract class
+        assert max(sizes[1:]) - min(sizes[1:]) < 100, sizes  # one object for each request would be 2,500
 
     run_virtual(main())
 
