@@ -48,6 +48,7 @@ from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.near_duplicates import near_duplicates
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.run.cold_start.demonstration_check import compare_demonstrations
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
 from rollflow.tasks.run.prompt_check import (
@@ -122,6 +123,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         read, found = fit_files(config, rows, tokenizer, read, tell)
         prompts = open_prompts(config, tokenizer, read)
         notes += [describe_ends(tokenizer), *found, *probe_sources(config, prompts, tokenizer)]
+        notes += compare_demonstrations(config, prompts, tokenizer)
         if ask and config.cluster.address == "auto":
             notes += try_own_scorers(config, prompts, tokenizer)
         notes += _note_few_held_out(config, len(prompts.held_out()))

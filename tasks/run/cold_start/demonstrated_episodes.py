@@ -85,10 +85,10 @@ class DemonstratedEpisodes:
         self, prompt: Prompt, question: Question, turns: Sequence[DemonstratedTurn], environment: Environment
     ) -> list[Demonstration]:
         async def ask(turn: Turn) -> VersionedGeneration | None:
-            return self._say(turn, turns[turn.number]) if turn.number < len(turns) else None
+            return self.say(turn, turns[turn.number]) if turn.number < len(turns) else None
 
         room = self._tokenizer.context - prompt.input.length
-        episode, why = PlayedEpisode(prompt, room, ask, _want_every, _accept, ports=self._ports), ""
+        episode, why = PlayedEpisode(prompt, room, ask, want_every, accept_every, ports=self._ports), ""
         try:
             score = await episode.play(environment)
             if score is not None and (_is_broken(score) or (score.reason and episode.turns < len(turns))):
@@ -103,7 +103,7 @@ class DemonstratedEpisodes:
         given, played = episode.prompt.input.length, episode.trajectories(DONE)
         return [Demonstration([*one.tokens[:given]], [*one.tokens[given:]], [*one.loss_mask[given:]]) for one in played]
 
-    def _say(self, asked: Turn, turn: DemonstratedTurn) -> VersionedGeneration | None:
+    def say(self, asked: Turn, turn: DemonstratedTurn) -> VersionedGeneration | None:
         """Return the demonstrated answer of a turn, up to a stop string; None if the answer is longer than allowed."""
         tokenizer = self._tokenizer
         tokens = [*tokenizer.encode_response(turn.said), *tokenizer.stop_tokens[: int(turn.ends)]]
@@ -151,12 +151,12 @@ class _GivenResults(Environment):
         return DONE
 
 
-async def _want_every(_: PlayedEpisode) -> bool:
+async def want_every(_: PlayedEpisode) -> bool:
     """Return True, because each demonstration is kept."""
     return True
 
 
-async def _accept(_: ScoreRequest) -> Score:
+async def accept_every(_: ScoreRequest) -> Score:
     """Return a score, because an environment may have the last response of a demonstration scored."""
     return DONE
 
