@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.actors.environment_hosts.owner import SCHEDULER_WEIGHT
-from rollflow.tasks.actors.spread.member import NodeChoice
+from rollflow.tasks.actors.spread.member import NodeChoice, report_lost_actors
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.foreign.guest_process import list_marked
 from rollflow.tasks.environments.foreign.health import EnvironmentBroken
@@ -367,6 +368,15 @@ def test_environment_actor_starts_where_fewest_are() -> None:
     assert NodeChoice(RunConfig(cluster=placed), "environment", 0.001, {"fast": 5}).choose(nodes) == "fast"
     packed = ClusterConfig(placement=PlacementConfig(strategy="pack"))
     assert NodeChoice(RunConfig(cluster=packed), "environment", 0.001, {}).choose(nodes) is None
+
+
+def test_error_of_a_failed_start_names_its_cause() -> None:
+    said = "ray::EnvironmentActor.__init__() (pid=1)\n  File x\nRuntimeError: no such library"
+    cause = RayTaskError("__init__", said, RuntimeError("no such library"), actor_id="1")
+    with pytest.raises(PlaceLost, match="its start failed with RuntimeError: no such library"), report_lost_actors():
+        raise ActorDiedError(cause)
+    with pytest.raises(PlaceLost, match="a call failed with RuntimeError"), report_lost_actors():
+        raise cause
 
 
 def test_environment_actors_without_work_are_refused() -> None:

@@ -110,4 +110,6 @@ def report_lost_actors() -> Iterator[None]:
     except ray.exceptions.RayTaskError as error:
         raise PlaceLost(f"a call failed with {error.cause!r}") from None
     except ray.exceptions.RayError as error:
-        raise PlaceLost((str(error).strip() or type(error).__name__).splitlines()[0]) from None
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        failed = isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed
+        raise PlaceLost(f"its start failed with {lines[-1]}" if failed else lines[0]) from None
