@@ -242,6 +242,24 @@ class Environment(Protocol):
         return {}
 
 
+class ResettingEnvironment(Environment):
+    """An environment that can be reset before its episodes start. A first state depends only on the prompt, so an
+    episode is the same with and without a reset ahead.
+    """
+
+    @property
+    def resets_ahead(self) -> int:
+        """Largest number of episodes for which the environment is reset before they start."""
+        raise NotImplementedError
+
+    def reset_ahead(self, prompts: Sequence[Prompt], issued: Sequence[Prompt] = ()) -> None:
+        """Begin a reset for one episode of each of these prompts, in this order, without waiting for the resets.
+
+        Earlier resets are ended, unless they are for these episodes or for `issued` prompts, whose episodes start soon.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenEnvironment:
     """The environment that plays the episodes of a prompt, with the limits of these episodes. `removal` says why the

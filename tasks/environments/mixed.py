@@ -8,12 +8,18 @@ environments are removed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome, Prompt
-from rollflow.tasks.environments.base import ChosenEnvironment, Environment, EnvironmentChoice, Episode
+from rollflow.tasks.environments.base import (
+    ChosenEnvironment,
+    Environment,
+    EnvironmentChoice,
+    Episode,
+    ResettingEnvironment,
+)
 from rollflow.tasks.environments.foreign.health import EnvironmentBroken
 from rollflow.tasks.environments.limits import EpisodeLimits
 from rollflow.tasks.scorers.base import Score
@@ -59,7 +65,7 @@ class MixedMember(Environment):
 
 
 @dataclass(eq=False)
-class MixedEpisodes(EnvironmentChoice):
+class MixedEpisodes(EnvironmentChoice, ResettingEnvironment):
     """Several environments by name. See the module's docstring."""
 
     column: str
@@ -80,6 +86,21 @@ class MixedEpisodes(EnvironmentChoice):
         limits = self.limits[name]
         member = MixedMember(name, self.own[name], limits, len(self.own), self.removals)
         return ChosenEnvironment(member, limits, self.removals.get(name, ""))
+
+    @property
+    def resets_ahead(self) -> int:
+        """Largest number of episodes for which environments are reset before the episodes start."""
+        return sum(one.resets_ahead for _, one in self._list_resetting())
+
+    def reset_ahead(self, prompts: Sequence[Prompt], issued: Sequence[Prompt] = ()) -> None:
+        """Let each environment that is not removed reset for its own episodes among the next ones."""
+        names = [prompt.reference.get(self.column, self.default) for prompt in prompts]
+        for name, one in self._list_resetting():
+            kept = () if name in self.removals else zip(names, prompts, strict=True)
+            one.reset_ahead([prompt for chosen, prompt in kept if chosen == name], issued)
+
+    def _list_resetting(self) -> list[tuple[str, ResettingEnvironment]]:
+        return [(name, one) for name, one in self.own.items() if isinstance(one, ResettingEnvironment)]
 
     async def play(self, episode: Episode) -> Score | float | None:
         """Run an episode in the environment that the prompt's row names."""

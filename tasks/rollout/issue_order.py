@@ -12,16 +12,20 @@ A source whose prompts all name a removed environment (`environments.mixed`) is 
 other sources then get its share.
 
 A source that skips solved questions issues a new prompt only after the epoch of the prompt has started.
+
+The environment may be reset for the next prompts before they are issued (`NextResets`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt
+from rollflow.tasks.environments.base import Environment, ResettingEnvironment
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.mixing import Mixture
 
@@ -112,6 +116,14 @@ class IssueOrder:
         awaited = self._limits.on_stale == "wait" or self._is_slow(key)
         return Issue(key, self._limits.group_size + spare, awaited)
 
+    def list_next(self, count: int) -> list[int]:
+        """Return the prompts that are issued next as far as is known now, at most `count`; nothing is issued. A later
+        discard may change the order.
+        """
+        tail = [key.prompt for key in self._tail][: self._long]
+        again = [*tail, *(key.prompt for key in self._again)][:count]
+        return again + self._mixture.list_next(count - len(again), self._epoch_ends)
+
     def _is_long_for(self, batch: int) -> bool:
         if batch <= self._batch:
             return self._is_long
@@ -163,3 +175,41 @@ class IssueOrder:
             return self._again.popleft()
         self._fresh.append(self._mixture.next())
         return GroupKey(self._fresh[-1], 0)
+
+
+class NextResets:
+    """Lets the environment reset for the prompts that are issued next. Nothing is issued or generated, so the order of
+    prompts and their policy versions are the same as without resets ahead.
+    """
+
+    def __init__(
+        self, environment: Environment, limits: RolloutLimits, read: Callable[[int], Awaitable[Prompt]]
+    ) -> None:
+        self._environment = environment if isinstance(environment, ResettingEnvironment) else None
+        self._responses = limits.group_size + limits.redundant_responses
+        self._read = read
+        self._wanted = 0  # number of groups of responses that the run needs besides the started ones
+        self._admitted = asyncio.Event()  # set once admission has started all groups that it allows
+
+    def note_admission(self, wanted: int) -> None:
+        """Record that admission allows no further group now, although the run needs `wanted` further groups."""
+        self._wanted = wanted
+        self._admitted.set()
+
+    async def run(self, order: IssueOrder, running: Collection[GroupKey]) -> None:
+        """Update the resets ahead after each decision of admission; end only if the environment has no resets ahead.
+        `running` contains the running groups of responses, of which some episodes have not started yet.
+        """
+        prompts: dict[int, Prompt] = {}
+        while self._environment is not None and (most := self._environment.resets_ahead):
+            await self._admitted.wait()
+            self._admitted.clear()
+            count = min(max(self._wanted, 0), math.ceil(most / self._responses))
+            coming = {number: prompts.get(number) or await self._read(number) for number in order.list_next(count)}
+            prompts |= coming
+            if self._admitted.is_set():
+                continue  # some of these prompts may have been issued meanwhile
+            issued = {key.prompt: prompts[key.prompt] for key in running if key.prompt in prompts}
+            episodes = [prompt for prompt in coming.values() for _ in range(self._responses)]
+            self._environment.reset_ahead(episodes[:most], list(issued.values()))
+            prompts = coming | issued

@@ -15,9 +15,10 @@ from the source that owns the first free slot.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 
 from rollflow.storage.errors import ConfigError
@@ -46,6 +47,20 @@ class Mixture:
         kept = [issued - gone for issued, gone in zip(self._issued, self._filtered, strict=True)]
         source = self._slots.first_free(kept, self._closed)
         return source, self._issued[source]
+
+    def list_next(self, count: int, ends: Mapping[int, int]) -> list[int]:
+        """Return the next `count` prompts without issuing them, or fewer if a source in `ends` has no position below
+        its end.
+        """
+        coming = copy.copy(self)
+        coming._issued = list(self._issued)
+        found = list[int]()
+        while len(found) < count:
+            source, position = coming.find_next()
+            if position >= ends.get(source, math.inf):
+                break
+            found.append(coming.next())
+        return found
 
     def next(self) -> int:
         """Issue the next prompt to the rollout and return the prompt's index."""

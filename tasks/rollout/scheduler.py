@@ -51,7 +51,7 @@ from rollflow.tasks.rollout.buffer import TrajectoryBuffer
 from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
-from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
+from rollflow.tasks.rollout.issue_order import Issue, IssueOrder, NextResets
 from rollflow.tasks.rollout.judging import Outages, ScoreQueue
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
@@ -85,6 +85,11 @@ class SchedulerPorts:
     start_epoch: Callable[[int, int], Awaitable[int]] | None = None
     journal: TurnJournal = field(default_factory=TurnJournal)
 
+    async def read_prompt(self, index: int) -> Prompt:
+        """Return a prompt, after a wait if reading the prompt takes long."""
+        found = self.prompt(index)
+        return found if isinstance(found, Prompt) else await found
+
 
 class RolloutScheduler:
     """Turns prompts into training batches, and commits each batch to storage."""
@@ -98,6 +103,7 @@ class RolloutScheduler:
         self.voids = resume.voids  # a run replaces its scheduler when another batch is voided (rejected)
         self.buffer, self.counts = TrajectoryBuffer(), SchedulerCounts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind, resume.epochs)
+        self._resets = NextResets(ports.environment, limits, ports.read_prompt)
         self._redraws = dict(resume.redraws)
         self._starts = RunningByVersion()
         self._formation = Formation(limits, self.buffer, self._starts)
@@ -160,7 +166,8 @@ class RolloutScheduler:
     async def run(self) -> None:
         """Form all `limits.batches` training batches, then wait until all running groups of responses have ended."""
         async with asyncio.TaskGroup() as tasks:
-            endless = [tasks.create_task(self._admit(tasks)), tasks.create_task(self._journal.run())]
+            loops = self._admit(tasks), self._resets.run(self._order, self._running), self._journal.run()
+            endless = [tasks.create_task(loop) for loop in loops]
             await self._form_batches()
             self._outages.end_pauses()
             for task in endless:
@@ -183,6 +190,7 @@ class RolloutScheduler:
                 assert self._ports.start_epoch is not None, "a source skips solved questions"
                 self._order.note_epoch(missing[0], await self._ports.start_epoch(*missing))
         self._had_room = room.free
+        self._resets.note_admission(room.wanted)
         now = asyncio.get_running_loop().time()
         self.counts.held.note(now, holds=room.is_held)
         self.counts.backlogged.note(now, holds=room.is_backlogged)
@@ -228,8 +236,7 @@ class RolloutScheduler:
 
     async def _dispatch(self, rollout: GroupRollout) -> None:
         """Run one group of responses, then put the group into the buffer or discard it."""
-        found = self._ports.prompt(rollout.key.prompt)
-        prompt = found if isinstance(found, Prompt) else await found
+        prompt = await self._ports.read_prompt(rollout.key.prompt)
         self._note_removal(prompt, rollout.key.prompt)
         ended = await rollout.run(prompt)
         del self._running[rollout.key]

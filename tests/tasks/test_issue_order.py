@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.rollout.issue_order import MOST_REMOVED, Issue, IssueOrder
@@ -205,3 +207,30 @@ def test_batch_waits_for_every_prompt_if_on_stale_is_wait() -> None:
     left(order, 3)
     assert order.next_issue(9) == Issue(GroupKey(3, 1), 4, awaited=True)
     assert order.next_issue(9).awaited
+
+
+@given(
+    again=st.lists(st.integers(0, 99), max_size=4, unique=True),
+    started=st.integers(0, 9),
+    filtered=st.integers(0, 5),
+    shares=st.sampled_from([(1.0,), (0.5, 0.5), (0.7, 0.2, 0.1)]),
+    count=st.integers(0, 12),
+)
+def test_next_prompts_are_listed_without_being_issued(
+    again: list[int], started: int, filtered: int, shares: tuple[float, ...], count: int
+) -> None:
+    """The environment is reset ahead for the listed prompts; the order of issue stays the same."""
+    limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0, shares=shares)
+    cursor = Cursor((100,) * len(shares), (filtered,) * len(shares))
+    looked, plain = (IssueOrder(limits, cursor, [GroupKey(prompt, 1) for prompt in again]) for _ in range(2))
+    assert prompts(looked, 0, started) == prompts(plain, 0, started)
+    listed = looked.list_next(count)
+    assert listed == [prompt for prompt, _ in prompts(plain, 0, count)]
+    assert listed == [prompt for prompt, _ in prompts(looked, 0, count)]
+    assert looked.take_issued() == plain.take_issued()
+
+
+def test_listed_prompts_end_before_an_epoch_that_has_not_started() -> None:
+    limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0)
+    order = IssueOrder(limits, Cursor((100,), (0,)), [GroupKey(7, 1)], epochs=[(0, 102)])
+    assert order.list_next(9) == [7, 100, 101]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase
-from rollflow.tasks.environments.limits_config import LimitedEnvironment, ParallelEnvironment
+from rollflow.tasks.environments.limits_config import MOST_EPISODES, LimitedEnvironment, ParallelEnvironment
 from rollflow.tasks.runtime.sections import IMPORT_PATH, LONGEST_SECONDS, refuse
 
 FIXED = {
@@ -38,6 +38,13 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
         "", description="absolute path of the folder in which Python looks first for the environment's module"
     )
     max_turns: int = Field(20, gt=0, description="largest number of turns of an episode")
+    resets_ahead: int = Field(
+        0,
+        ge=0,
+        le=MOST_EPISODES,
+        description="largest number of episodes for which the environment is reset before the episodes start. Each of "
+        "these resets takes one of the at_once places, until an episode needs the place",
+    )
     start_seconds: float = Field(
         120.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for the import of the environment"
     )

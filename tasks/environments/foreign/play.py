@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.storage.records import Outcome, Prompt
-from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.base import Episode, ResettingEnvironment
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, score_fault
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.pool import MakePool, WorldPool
+from rollflow.tasks.environments.foreign.resets_ahead import ResetsAhead
 from rollflow.tasks.environments.foreign.world import World
 from rollflow.tasks.scorers.base import Score, make_storable, validate_score
 
@@ -40,7 +41,7 @@ class Progress:
     earned: float = 0.0
 
 
-class ForeignEpisodes(Environment):
+class ForeignEpisodes(ResettingEnvironment):
     """Plays the episodes of an environment in worker processes."""
 
     keeps_deadlines = True  # this class kills slow processes, and does not count the wait for a free place
@@ -50,6 +51,16 @@ class ForeignEpisodes(Environment):
         self.health = EnvironmentHealth(config.part, config.max_failures, str(config.spec["kind"]))
         self._name = f"environment {config.part}"
         self._pool: WorldPool | None = None
+        self._ahead: ResetsAhead | None = None
+
+    @property
+    def resets_ahead(self) -> int:
+        """Largest number of episodes for which the environment is reset before they start."""
+        return self._config.resets_ahead
+
+    def reset_ahead(self, prompts: Sequence[Prompt], issued: Sequence[Prompt] = ()) -> None:
+        """Reset for the next episodes, as `ResettingEnvironment.reset_ahead` specifies."""
+        self._find_ahead().plan(prompts[: self.resets_ahead], issued)
 
     async def play(self, episode: Episode) -> Score | None:
         """Run an episode, as `Environment.play` specifies.
@@ -59,7 +70,7 @@ class ForeignEpisodes(Environment):
         """
         progress = Progress()
         try:
-            async with self._find_pool().open() as world:
+            async with self._find_ahead().open(episode.prompt) as world:
                 self.health.episodes += 1
                 found = await self._play(episode, world, progress)
         except WorldEnded as ended:
@@ -76,6 +87,8 @@ class ForeignEpisodes(Environment):
 
     async def close(self) -> None:
         """End all worker processes."""
+        if self._ahead is not None:
+            await self._ahead.close()
         if self._pool is not None:
             await self._pool.close()
 
@@ -94,11 +107,12 @@ class ForeignEpisodes(Environment):
         raise NotImplementedError
 
     async def _begin(self, episode: Episode, world: World) -> tuple[Mapping[str, Any], str | None]:
-        """Create and reset the environment; return the description of its tools, and the first observation."""
-        seed = find_seed(episode.prompt)
-        described = await world.open(seed)
-        row = {"prompt": list(map(dict, episode.prompt.messages)), **episode.prompt.reference}
-        return described, await world.reset(row, seed)
+        """Create and reset the environment, unless it was reset ahead; return the description of its tools, and the
+        first observation.
+        """
+        if not world.is_reset:
+            await _reset_world(world, episode.prompt)
+        return world.described, world.observation
 
     async def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: str) -> bool:
         """Append messages for the policy, or return False if they would leave no room for another turn.
@@ -127,6 +141,20 @@ class ForeignEpisodes(Environment):
         if self._pool is None or self._pool.loop is not asyncio.get_running_loop():
             self._pool = self.make_pool(self._config, self.health)
         return self._pool
+
+    def _find_ahead(self) -> ResetsAhead:
+        """Return the resets ahead in the worker pool of the running event loop."""
+        pool = self._find_pool()
+        if self._ahead is None or self._ahead.pool is not pool:
+            self._ahead = ResetsAhead(pool, _reset_world)
+        return self._ahead
+
+
+async def _reset_world(world: World, prompt: Prompt) -> None:
+    """Create and reset the environment of an episode. Row and seed depend only on the prompt."""
+    seed = find_seed(prompt)
+    await world.open(seed)
+    await world.reset({"prompt": list(map(dict, prompt.messages)), **prompt.reference}, seed)
 
 
 def find_seed(prompt: Prompt) -> int:

@@ -40,6 +40,11 @@ class WorldPool:
         self._numbers = itertools.count()
         self._is_slow = False  # True once the warning about slow starts was logged
 
+    @property
+    def is_full(self) -> bool:
+        """True if another episode would have to wait for a place."""
+        return self._places.locked()
+
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[World]:
         """Wait until another episode may run, and start its process; kill the process at the end of the block.

@@ -29,6 +29,8 @@ class World:
         self._config, self._health = config, health
         self.described: Mapping[str, Any] = {}  # what the environment offers (its answer to `open`)
         self.opening: Mapping[str, Any] = {}  # further fields of the request `open`
+        self.is_reset = False
+        self.observation: str | None = None  # the first observation, once the environment is reset
         self._limits, self._used = config.limits, ComputedTime()
 
     @property
@@ -69,7 +71,9 @@ class World:
     async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Begin the episode with the fields of a prompt (`row`), and return the first observation."""
         self._health.resets += 1
-        return self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
+        self.observation = self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
+        self.is_reset = True
+        return self.observation
 
     async def call(self, name: str, arguments: Any, key: str = "", seconds: float | None = None) -> str:
         """Call a tool and return its result. `seconds` replaces the time limits of the episode. `key` identifies the

@@ -113,6 +113,10 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         self._shares[number] = math.ceil(at_once / self._most)
         return number
 
+    def has_room(self, pool: int) -> bool:
+        """Return whether a host has room for an episode of an environment now."""
+        return self._choose_place(pool) is not None
+
     async def claim_place(self, pool: int) -> HostPlace:
         """Wait until a host has room for an episode of an environment, and reserve the room.
 

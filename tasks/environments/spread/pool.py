@@ -26,6 +26,11 @@ class SpreadPool(WorldPool):
         self._seen: dict[HostPlace, list[float]] = {}  # counters of each host that are already added to the health
         self._closing_worlds = set[asyncio.Task[None]]()
 
+    @property
+    def is_full(self) -> bool:
+        """True if another episode would have to wait for a place."""
+        return super().is_full or not self.fleet.has_room(self.number)
+
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[World]:
         """Wait until another episode may run, and start its process; kill the process at the end of the block.
