@@ -19,6 +19,8 @@ class EnvironmentBase(Section):
     fixed: ClassVar[Mapping[str, str]] = EPISODES
     # True if an environment may replace the tokens of a prompt
     replaces_prompts: ClassVar[bool] = False
+    # True if the environment itself rewards every episode, so that its prompts need no right answer
+    has_reward: ClassVar[bool] = False
 
     @property
     def tool_parts(self) -> Mapping[str, ImportTool]:

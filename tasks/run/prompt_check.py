@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.environments.config import MixedEnvironment, SingleTurnEnvironment
+from rollflow.tasks.environments.config import EnvironmentConfig, MixedEnvironment, SingleTurnEnvironment
 from rollflow.tasks.environments.mixed import explain_name
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
@@ -174,6 +174,8 @@ class _Judgeable:
     def __call__(self, reference: Mapping[str, Any]) -> str | None:
         if wrong := self._find_name_fault(reference):
             return wrong
+        if self._find_environment(reference).has_reward:
+            return None
         reward, section = _find_reward(self.config, self.source, reference), self._name_section(reference)
         parts = split_scorer(section, reward).items()
         return next((fault for place, part in parts if (fault := self.find(part, place, reference))), None)
@@ -209,6 +211,13 @@ class _Judgeable:
             return None
         shown = f"{column} names a scorer ({shorten_value(name)})"
         return f"{shown} that does not exist; {self.config.explain_missing(str(name))}"
+
+    def _find_environment(self, reference: Mapping[str, Any]) -> EnvironmentConfig:
+        """Return the config of the environment that plays a prompt whose row names no missing environment."""
+        environment = self.config.environment
+        if not isinstance(environment, MixedEnvironment):
+            return environment
+        return environment.kinds[reference.get(environment.column, environment.default)]
 
 
 def _describe_no_answer(reference: Mapping[str, Any]) -> str:

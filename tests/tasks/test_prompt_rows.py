@@ -224,3 +224,30 @@ def test_too_long_generated_prompts_are_counted(too_long: str, tokenizer: Policy
     assert 0 < len(prompts.held_out()) < 64
     again = open_prompts(config, tokenizer, read_file)
     assert [again.prompt(index) for index in (299, 7, 30)] == [found[index] for index in (299, 7, 30)]
+
+
+LAKE = {"kind": "gymnasium", "id": "FrozenLake-v1"}
+TOOLS = {"kind": "tools", "python": {}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "row", "is_right"),
+    [
+        (LAKE, {}, True),
+        (TOOLS, {}, False),
+        ({"kind": "mixed", "kinds": {"lake": LAKE, "tools": TOOLS}}, {"environment": "lake"}, True),
+        ({"kind": "mixed", "kinds": {"lake": LAKE, "tools": TOOLS}}, {"environment": "tools"}, False),
+    ],
+)
+def test_environment_with_own_reward_needs_no_answer(
+    environment: dict[str, Any], row: dict[str, Any], is_right: bool, tokenizer: PolicyTokenizer
+) -> None:
+    source = {"kind": "seeds", "question": "{seed}:", "row": row}
+    engine, policy = {"max_new_tokens": 16}, {"path": "somewhere"}
+    tree = {"prompts": [source], "environment": environment, "engine": engine, "policy": policy}
+    prompts = open_prompts(config := parse_config(tree), tokenizer, read_file)
+    if is_right:
+        assert probe_sources(config, prompts, tokenizer) == []
+        return
+    with pytest.raises(ConfigError, match="it has no answer"):
+        probe_sources(config, prompts, tokenizer)

@@ -137,6 +137,7 @@ class GymnasiumEnvironment(ForeignEnvironment):
     """An environment of the library gymnasium, or a class with the methods of a gymnasium environment."""
 
     hooks: ClassVar[tuple[str, ...]] = ("observe", "act", "actions")
+    has_reward: ClassVar[bool] = True
 
     kind: Literal["gymnasium"] = Field(
         "gymnasium",
