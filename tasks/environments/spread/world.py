@@ -184,7 +184,11 @@ class RemoteWorld(World):
     async def _repeat_requests(self) -> None:
         """Bring a new process to the newest known state."""
         for what, request in self._state.items():
-            answer = await self._send(request.line, what, request.seconds)
+            try:
+                answer = await self._send(request.line, what, request.seconds)
+            except WorldEnded as ended:
+                ended.outcome = Outcome.UNJUDGED  # the policy has not caused the repetition
+                raise
             if wrong := [answer[key] for key in ("error", "fault", "lost") if key in answer]:
                 raise WorldEnded(Outcome.UNJUDGED, f"{what} on another node failed with {wrong[0]}")
             if "restore" not in self._state and answer.get("text") != request.text:
