@@ -70,6 +70,7 @@ class RemoteWorld(World):
         self._moves = 0
         self._state: dict[str, _StateRequest] = {}  # requests that lead to the newest known state
         self._acted = False  # True if an action was done since the newest known state
+        self._has_key = False  # True if a key identifies the newest action
 
     @property
     def is_running(self) -> bool:
@@ -108,6 +109,11 @@ class RemoteWorld(World):
         if self._place is not None:
             self._pool.release(self._place, self._number)
             self._place = None
+
+    async def _act(self, request: Mapping[str, Any], key: str, seconds: float | None = None) -> Mapping[str, Any]:
+        """Do an action, as `World._act` specifies, and record whether it has a key."""
+        self._has_key = bool(key) and bool(self.described.get("begins_actions"))
+        return await super()._act(request, key, seconds)
 
     async def _start_process(self, wait_seconds: float | None = None) -> None:
         """Start the process on a host; wait at most `wait_seconds` until a host has room."""
@@ -198,8 +204,7 @@ class RemoteWorld(World):
         """Return whether another host can bring the environment to the state before the request `what`."""
         if self._acted:
             return False
-        repeats = self.described.get("can_replay") is not False or bool(self.described.get("begins_actions"))
-        return what not in ACTIONS or repeats
+        return what not in ACTIONS or self._has_key or self.described.get("can_replay") is not False
 
     def _give_up_place(self) -> None:
         """Leave a lost host."""
