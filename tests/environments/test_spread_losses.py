@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rollflow.storage.records import Outcome
+from rollflow.tasks.environments import build_environment
+from rollflow.tasks.environments.spread.fleet import HostFleet
+from rollflow.tasks.environments.spread.pool import SpreadPool
+from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 from rollflow.tasks.scorers.base import Score
-from tests.environments.test_spread_episodes import open_fleet, stop_before
+from rollflow.tasks.scorers.spread.follower import QueueFollower
+from tests.environments.test_mcp import serve
+from tests.environments.test_spread_episodes import NearLink, open_fleet, stop_before
 from tests.environments.worlds import call, gym, trl
 
 
@@ -39,3 +47,33 @@ async def test_action_without_key_is_not_repeated(id: str, tmp_path: Path) -> No
         score = await near.environment.play(stop_before(config, die, call("add", number=3), "Done.", id=id))
         assert isinstance(score, Score)
         assert score.outcome is (Outcome.CORRECT if id else Outcome.UNJUDGED)
+
+
+async def test_loss_of_an_mcp_server_is_counted_once() -> None:
+    config, links = serve(), list[NearLink]()
+
+    def build() -> NearLink:
+        links.append(link := NearLink())
+        return link
+
+    fleet = HostFleet(build, QueueFollower(2, 2, 0.0, 3600.0), 2, 60.0)
+    environment = build_environment(config, partial(SpreadPool, fleet))
+    assert isinstance(environment, ToolEpisodes)
+
+    async def kill(turn: int) -> None:
+        if turn == 1:
+            async with asyncio.timeout(60):
+                while len(fleet.places) < 2:
+                    await asyncio.sleep(0)
+            [busy] = [link for link in links if link.host._episodes]
+            await busy.kill()
+
+    try:
+        score = await environment.play(stop_before(config, kill, call("echo", text="a")))
+        assert isinstance(score, Score)
+        assert score.outcome is Outcome.UNJUDGED
+        assert "its environment actor is lost" in score.reason
+        assert (environment.health.failures, environment.health.failures_in_a_row) == (1, 0)
+    finally:
+        await environment.close()
+        await fleet.close()

@@ -84,7 +84,9 @@ class McpSession:
             raise self._name_end(ended) from None
 
     def _name_end(self, ended: WorldEnded) -> WorldEnded:
-        return WorldEnded(ended.outcome, f"MCP server {self._name}: {ended}")
+        named = WorldEnded(ended.outcome, f"MCP server {self._name}: {ended}")
+        named.is_counted = ended.is_counted
+        return named
 
 
 @contextlib.asynccontextmanager
