@@ -11,6 +11,7 @@ import pytest
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.spread.fleet import HostFleet
+from rollflow.tasks.environments.spread.host import WorldHost
 from rollflow.tasks.environments.spread.pool import SpreadPool
 from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 from rollflow.tasks.scorers.base import Score
@@ -77,3 +78,17 @@ async def test_loss_of_an_mcp_server_is_counted_once() -> None:
     finally:
         await environment.close()
         await fleet.close()
+
+
+async def test_process_of_a_closed_episode_never_starts() -> None:
+    """Ray may exchange the order of two calls of an actor."""
+    host, config = WorldHost(), gym()
+    try:
+        await host.open_episode(1, 0, config, "x")
+        await host.close_episode(2)
+        answer = await host.open_episode(2, 0, config, "x")
+        assert answer.outcome is Outcome.UNJUDGED
+        [place] = host._pools.values()
+        assert place.pool._places._value == config.at_once - 1
+    finally:
+        await host.close()

@@ -103,6 +103,7 @@ class WorldHost:
     def __init__(self) -> None:
         self._pools: dict[int, HostedPool] = {}
         self._episodes: dict[int, HostedEpisode] = {}
+        self._closed = set[int]()  # episodes whose end arrived before their start; the order of calls is not fixed
 
     async def open_episode(self, number: int, pool: int, settings: WorldSettings, name: str) -> HostAnswer:
         """Start the process of an episode.
@@ -112,6 +113,8 @@ class WorldHost:
             pool: number of the environment.
             name: config key that names the environment.
         """
+        if number in self._closed:
+            return HostAnswer(outcome=Outcome.UNJUDGED, reason="its episode ended before the start of its process")
         if pool not in self._pools:
             self._pools[pool] = HostedPool(settings, name)
         place = self._pools[pool]
@@ -142,7 +145,9 @@ class WorldHost:
 
     async def close_episode(self, number: int) -> None:
         """Kill the process of an episode, if the episode has one."""
-        if (episode := self._episodes.pop(number, None)) is not None:
+        if (episode := self._episodes.pop(number, None)) is None:
+            self._closed.add(number)
+        else:
             await episode.close()
 
     async def close_pool(self, pool: int) -> None:
