@@ -16,6 +16,7 @@ from rollflow.tasks.environments.spread.pool import SpreadPool
 from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.spread.follower import QueueFollower
+from rollflow.tasks.scorers.spread.members import PlaceLost
 from tests.environments.test_mcp import serve
 from tests.environments.test_spread_episodes import NearLink, open_fleet, stop_before
 from tests.environments.worlds import call, gym, trl
@@ -92,3 +93,22 @@ async def test_process_of_a_closed_episode_never_starts() -> None:
         assert place.pool._places._value == config.at_once - 1
     finally:
         await host.close()
+
+
+async def test_closed_fleet_starts_no_host() -> None:
+    links = list[NearLink]()
+
+    def build() -> NearLink:
+        links.append(link := NearLink())
+        return link
+
+    fleet = HostFleet(build, QueueFollower(1, 1, 0.0, 0.0), 1, 5.0)
+    number = fleet.add_pool(1)
+    await fleet.claim_place(number)
+    waiting = asyncio.create_task(fleet.claim_place(number))
+    await asyncio.sleep(0)
+    await fleet.close()
+    for claim in (waiting, fleet.claim_place(number)):
+        with pytest.raises(PlaceLost, match="the environment actors were ended"):
+            await claim
+    assert [link.ended for link in links] == [True]

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from rollflow.tasks.scorers.spread.follower import QueueFollower
 from rollflow.tasks.scorers.spread.members import FleetLink, FleetMember, MemberFleet, PlaceLost
 
+ENDED = "the environment actors were ended"
 PING_SECONDS = 2.0  # seconds between two calls that check that a host is alive
 
 
@@ -101,6 +102,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         self._shares: dict[int, int] = {}  # environment -> largest number of its episodes on a host
         self._waiting = list[_WaitingEpisode]()
         self._running: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
     def places(self) -> list[HostPlace]:
@@ -121,8 +123,10 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         """Wait until a host has room for an episode of an environment, and reserve the room.
 
         Raises:
-            PlaceLost: no host is running, and another one could not be started.
+            PlaceLost: no host is running, and another one could not be started, or the hosts were ended.
         """
+        if self._is_closed:
+            raise PlaceLost(ENDED)
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run())
         waiter = _WaitingEpisode(pool, asyncio.get_running_loop().create_future())
@@ -144,7 +148,8 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         self._share_work()
 
     async def close(self) -> None:
-        """End all hosts."""
+        """End all hosts; no host starts afterwards."""
+        self._is_closed = True
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -153,7 +158,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         try:
             await self.run()
         finally:
-            self._fail_waiting("the environment actors were ended")
+            self._fail_waiting(ENDED)
 
     def _decide(self, now: float) -> int:
         """Return the wanted number of hosts: those that the running and waiting episodes would fill."""
