@@ -14,6 +14,7 @@ from rollflow.tasks.environments.spread.fleet import HostFleet
 from rollflow.tasks.environments.spread.host import WorldHost
 from rollflow.tasks.environments.spread.pool import SpreadPool
 from rollflow.tasks.environments.tool_use.play import ToolEpisodes
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.spread.follower import QueueFollower
 from rollflow.tasks.scorers.spread.members import PlaceLost
@@ -112,3 +113,24 @@ async def test_closed_fleet_starts_no_host() -> None:
         with pytest.raises(PlaceLost, match="the environment actors were ended"):
             await claim
     assert [link.ended for link in links] == [True]
+
+
+def test_episode_does_not_wait_for_hosts_that_fail_in_turn() -> None:
+    """The starts of two hosts overlap, so one of them is always starting; a slow first start is awaited."""
+
+    class SlowLink(NearLink):
+        async def start(self) -> None:
+            await asyncio.sleep(600.0)
+            raise PlaceLost("it did not start")
+
+    async def main() -> None:
+        fleet = HostFleet(SlowLink, QueueFollower(1, 2, 10.0, 60.0), 2, 5.0)
+        number, began = fleet.add_pool(2), asyncio.get_running_loop().time()
+        async with asyncio.timeout(10_000.0):
+            claims = [fleet.claim_place(number) for _ in range(2)]
+            found = await asyncio.gather(*claims, return_exceptions=True)
+        assert all(isinstance(one, PlaceLost) for one in found)
+        assert 605.0 < asyncio.get_running_loop().time() - began < 620.0
+        await fleet.close()
+
+    run_virtual(main())

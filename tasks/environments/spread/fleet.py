@@ -5,7 +5,7 @@
 
 - A host takes its share of `at_once` episodes of each environment, so that all hosts together take `at_once`.
 - A host that is lost, or does not answer for `answer_seconds`, is ended and replaced.
-- No episode waits for a place while no host is running or starting and the newest one could not be started.
+- No episode waits for a place while no host runs, and each starting host replaces one that was lost or did not start.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         return min(free, key=lambda place: place.running.total(), default=None)
 
     def _note_loss(self, reason: str) -> None:
-        """Let the waiting episodes fail if no host is left that runs or starts."""
-        if not self._members:
+        """Let the waiting episodes fail if no host is left that runs or starts for the first time."""
+        if all(member.is_retry and member.place is None for member in self._members):
             self._fail_waiting(f"no environment actor is running: {reason}")
 
     def _fail_waiting(self, reason: str) -> None:

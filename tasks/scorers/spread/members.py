@@ -48,6 +48,7 @@ class FleetMember(Generic[Link, Place]):
     task: asyncio.Task[None] | None = None
     place: Place | None = None
     stays: bool = True  # False if the member ends once its work is done
+    is_retry: bool = False  # True if a member was lost before this start, and none has started since
 
 
 class MemberFleet(Generic[Link, Place]):
@@ -61,6 +62,7 @@ class MemberFleet(Generic[Link, Place]):
         self._members = list[FleetMember[Link, Place]]()  # sorted by the time of their starts
         self._tasks = set[asyncio.Task[None]]()  # a task may end after its member was removed from the members
         self._pause, self._not_before = FIRST_PAUSE, 0.0
+        self._retries = False  # True if a member was lost, and none has started since
 
     @property
     def count(self) -> int:
@@ -109,7 +111,7 @@ class MemberFleet(Generic[Link, Place]):
         self._share_work()  # a member that was about to end may accept work again
         if now >= self._not_before:
             for _ in range(wanted - len(self._members)):
-                member = FleetMember[Link, Place](self._build())
+                member = FleetMember[Link, Place](self._build(), is_retry=self._retries)
                 self._members.append(member)
                 member.task = asyncio.create_task(self._keep(member))
                 self._tasks.add(member.task)
@@ -120,7 +122,7 @@ class MemberFleet(Generic[Link, Place]):
         began, lost = asyncio.get_running_loop().time(), ""
         try:
             await member.link.start()
-            member.place = self._open(member)
+            member.place, self._retries = self._open(member), False
             self._share_work()
             await self._watch(member, member.place)
         except Exception as error:  # noqa: BLE001 - whatever the error is, the next start must wait
@@ -136,7 +138,7 @@ class MemberFleet(Generic[Link, Place]):
             await member.link.end()
 
     def _plan_restart(self, began: float) -> None:
-        now = asyncio.get_running_loop().time()
+        now, self._retries = asyncio.get_running_loop().time(), True
         if now - began > LONGEST_PAUSE:
             self._pause = FIRST_PAUSE
         self._not_before = now + self._pause
