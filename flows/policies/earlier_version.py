@@ -49,7 +49,8 @@ class EarlierVersion:
         """
         cache = cache_in(run_home())
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        # On NFS, a folder cannot be deleted while a file of it is mapped.
+        with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as temporary:
             try:
                 self.context.policies.copy_weights(self.version, Path(temporary))
             except Corrupt:

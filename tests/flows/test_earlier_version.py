@@ -4,7 +4,9 @@ earlier run again.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -164,6 +166,19 @@ def test_missing_earlier_version_gets_a_one_sentence_error(
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not context_of(str(Path(earlier.uri).parent.parent), "refused").store.exists(entry_path(0))
+
+
+def test_run_starts_if_the_copies_cannot_be_deleted_yet(earlier: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, a folder is not empty while a file of it is mapped."""
+    remove = os.rmdir
+
+    def refuse(path: Any, **keys: Any) -> None:
+        if "fetched" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path, **keys)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    check_begins_with(prepare(recipe({"run": "small", "version": 6}), "mapped"), earlier, 6)
 
 
 def test_damaged_weights_are_not_copied(earlier: RunContext, tmp_path: Path) -> None:
