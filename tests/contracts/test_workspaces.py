@@ -96,6 +96,14 @@ async def test_session_that_does_not_stop_is_replaced(workspace: Workspace) -> N
     assert (await python.run("'x' in globals()", LONG)).output.strip() == b"False"
 
 
+async def test_error_with_own_with_traceback_keeps_the_session(workspace: Workspace) -> None:
+    python = await workspace.open_session(SessionKind.PYTHON)
+    found = await python.run("x = 5\nclass Odd(Exception):\n    with_traceback = None\nraise Odd('mine')", LONG)
+    assert (found.return_code, found.lost) == (1, "")
+    assert b"mine" in found.output
+    assert (await python.run("x", LONG)).output.strip() == b"5"
+
+
 async def test_session_that_ends_itself_is_replaced(workspace: Workspace) -> None:
     shell = await workspace.open_session()
     found = await shell.run("x=5; touch kept; exit 7", LONG)

@@ -63,7 +63,7 @@ for line in orders:
         status, trace = 1, error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != "<session>":
             trace = trace.tb_next
-        sys.__excepthook__(type(error), error.with_traceback(trace), trace)
+        sys.__excepthook__(type(error), BaseException.with_traceback(error, trace), trace)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
