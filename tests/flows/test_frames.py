@@ -189,6 +189,19 @@ def test_class_for_trl_with_render_mode_has_frames(run: RunContext) -> None:
     assert (taker.reason, taker.frames) == ("", [Frame(turn, text) for turn, text in enumerate(texts)])
 
 
+def test_slow_render_takes_no_time_of_the_episode(run: RunContext) -> None:
+    lamp = trl("SlowLamp", module="rendered_worlds", turn_seconds=0.6)
+    taker = replay(run, lamp, call("switch") * 3, "done")
+    assert (taker.reason, [frame.turn for frame in taker.frames]) == ("", [0, 1])
+
+
+def test_text_that_utf8_cannot_encode_is_escaped(run: RunContext) -> None:
+    """The page of a run and files are written as UTF-8."""
+    taker = replay(run, drawn(wrong="lone surrogate"), "1")
+    assert [frame.text for frame in taker.frames] == ["\\udc80"] * 2
+    assert taker.reason == "render failed with RuntimeError: no \\udc80"
+
+
 def test_mixed_environment_has_frames_of_its_member(run: RunContext) -> None:
     mixed = MixedEnvironment(kinds={"lamp": trl("Lamp", module="rendered_worlds"), "walk": drawn()}, default="walk")
     assert len(replay(run, mixed, "1").frames) == 4
@@ -317,6 +330,7 @@ def test_rendered_object_is_a_frame_or_an_error(found: Any, answer: dict[str, st
         {"width": 2, "height": 1, "data": "AAAA"},
         {"width": -1, "height": -1, "data": "AAAA"},
         {"width": 0, "height": 0, "data": ""},
+        {"width": 1025, "height": 1024, "data": base64.b64encode(bytes(3 * 1024 * 1025)).decode()},
     ],
 )
 def test_invalid_answer_of_a_process_is_no_frame(answer: dict[str, Any]) -> None:

@@ -19,8 +19,12 @@ from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
 from rollflow.tasks.environments.foreign.guest_world import GuestWorld
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 from rollflow.tasks.environments.foreign.pool import WorldPool
+from rollflow.tasks.environments.guest.frames import MOST_PIXELS
+from rollflow.tasks.environments.guest.wire import LONGEST_TEXT
+from rollflow.tasks.environments.limits import ComputedTime
 from rollflow.tasks.environments.mixed import MixedMember
 from rollflow.tasks.environments.ports import NO_PORTS
+from rollflow.tasks.scorers.base import make_storable
 
 MOST_FRAMES = 100  # largest number of frames of an episode
 RENDER_SECONDS = 10.0  # longest time in seconds in which an environment may render a frame
@@ -126,23 +130,27 @@ class RenderedWorld(GuestWorld):
             taker.reason = f"only {taker.most} frames of an episode are shown"
         if taker.reason:
             return
+        # The episode of the run was not rendered, so the time of `render` does not count.
+        used, self._used = self._used, ComputedTime()
         try:
             taker.add(self._turn, await self._ask({"do": "render"}, RENDER_SECONDS))
         except CallFailed as failed:
-            taker.reason = f"render failed with {failed}"
+            taker.reason = make_storable(f"render failed with {failed}", LONGEST_TEXT)
         except WorldEnded as ended:
-            taker.reason = str(ended)
+            taker.reason = make_storable(str(ended), LONGEST_TEXT)
             raise
+        finally:
+            self._used = used
 
 
 def read_frame(turn: int, answer: Mapping[str, Any]) -> Frame | None:
     """Return the frame in an answer of a worker process; None if there is no frame, or no valid one."""
     match answer:
         case {"text": str(text)}:
-            return Frame(turn, text)
+            return Frame(turn, make_storable(text, LONGEST_TEXT))
         case {"width": int(width), "height": int(height), "data": str(data)}:
             with contextlib.suppress(ValueError):
                 pixels = base64.b64decode(data, validate=True)
-                if min(width, height) > 0 and len(pixels) == 3 * width * height:
+                if min(width, height) > 0 and len(pixels) == 3 * width * height <= 3 * MOST_PIXELS:
                     return Frame(turn, "", width, height, pixels)
     return None

@@ -50,6 +50,10 @@ class Drawn(Walk):
             time.sleep(3600)
         if self.wrong == "render floats":
             return Pixels([[(0.5, 0.5, 0.5)]], "float64")
+        if self.wrong == "lone surrogate":
+            if self.place == 2:
+                raise RuntimeError("no \udc80")
+            return "\udc80"
         if self.text:
             return "." * self.place + "\x1b[41m@\x1b[0m\n"
         red, white = (255, 0, 0, 9), (255, 255, 255, 9)
@@ -82,6 +86,15 @@ class Lamp:
 
     def get_reward(self) -> float:
         return float(self.on)
+
+
+class SlowLamp(Lamp):
+    """A lamp that renders slowly."""
+
+    def render(self) -> str:
+        """Show the lamp."""
+        time.sleep(0.7)
+        return "slow"
 
 
 class Printer(Lamp):
