@@ -25,7 +25,7 @@ from rollflow.flows.views.frames.page_frames import COLOURS
 from rollflow.flows.views.frames.pictures import place_frames, write_png
 from rollflow.flows.views.frames.replaying import CHANGED, replay_frames
 from rollflow.flows.views.inspect_values import write_newest_episodes
-from rollflow.flows.views.turns import TurnPart
+from rollflow.flows.views.turns import TurnPart, split_turns
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import GroupKey, StopReason, Trajectory
 from rollflow.storage.trajectories import StagedBatch
@@ -479,6 +479,19 @@ def test_page_shows_the_turns_if_the_replay_fails(run: RunContext, monkeypatch: 
     text = write_newest_episodes(run)
     assert "**policy**" in text
     assert "no further frames: the prompts have changed" in text
+
+
+@pytest.mark.parametrize(("name", "frames"), [("walk", 0), ("shown", 2)])
+def test_member_of_a_mix_has_its_own_number_of_frames(run: RunContext, name: str, frames: int) -> None:
+    """An environment without `page_frames` is never replayed for the page, because its actions may have effects."""
+    kinds: Any = {"walk": drawn(), "shown": drawn().model_copy(update={"page_frames": 2})}
+    mixed: Any = with_environment(run, MixedEnvironment(kinds=kinds, default=name))
+    mixed.config = mixed.config_at(0)
+    found = record(mixed, ["1"])
+    parts = split_turns(found[0])
+    placed = [one for one in page_frames.place_page_frames(mixed, KEY, found)(parts) if isinstance(one, str)]
+    assert len([one for one in placed if one.startswith("![")]) == frames
+    assert bool(placed) == bool(frames)
 
 
 def test_picture_on_the_page_is_small() -> None:

@@ -11,6 +11,7 @@ from rollflow.flows.views.frames.replaying import replay_frames
 from rollflow.flows.views.turns import TurnPart, quote_text
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import GroupKey, Trajectory
+from rollflow.tasks.environments.config import MixedEnvironment
 from rollflow.tasks.environments.foreign.frames import FrameTaker
 from rollflow.tasks.run.context import RunContext
 
@@ -25,14 +26,24 @@ def place_page_frames(
     """Return a function that puts the frames of an episode between its parts, as Markdown; without `page_frames` in the
     config, the function returns the parts alone.
     """
-    if not (most := context.config.environment.shown_frames):
-        return lambda parts: parts
-    taker = FrameTaker(most)
+    taker = FrameTaker()
     try:
+        taker.most = _find_most(context, key)
+        if not taker.most:
+            return lambda parts: parts
         replay_frames(context, key, trajectories, taker, PAGE_SECONDS)
     except RollflowError as error:  # the page shows the episode without frames
         taker.reason = str(error)
     return functools.partial(_write_frames, taker, context.tokenizer.decode)
+
+
+def _find_most(context: RunContext, key: GroupKey) -> int:
+    """Return the largest number of frames, which the environment of the prompt sets."""
+    environment = context.config.environment
+    if not isinstance(environment, MixedEnvironment) or not environment.shown_frames:
+        return environment.shown_frames
+    name = context.prompts().prompt(key.prompt).reference.get(environment.column, environment.default)
+    return environment.kinds[name].shown_frames if name in environment.kinds else 0
 
 
 def _write_frames(
