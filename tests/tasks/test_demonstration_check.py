@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ class Countdown(Environment):
                 raise ValueError("no letter")
             if said == "?":
                 await asyncio.sleep(60)
+            if said == "~":
+                time.sleep(2.0)  # noqa: ASYNC251  (an environment that blocks its thread)
+            if said in "tr":  # rewards of turns and of roles
+                episode.reward(float(said == "t"))
+                return Score(0.0, roles={"": -1.0, "other": float(said == "r")})
             if said != letter:
                 return Score(0.0, f"{said!r} is wrong")
             if number == 0 and not episode.extend([FIRST]):
@@ -80,6 +87,8 @@ OTHER = DemonstratedTurn("a", ({"role": "user", "content": "=2:"},))
     ("turns", "fault"),
     [
         ((A, B), ""),
+        ((DemonstratedTurn("t"),), ""),
+        ((DemonstratedTurn("r"),), ""),
         ((A,), ""),  # a demonstration of the first turn alone
         ((OTHER, B), "its tokens from number 3 on are '=2:b', but those of the episode ' 2:b'"),
         ((A, DemonstratedTurn("c")), "its episode gets the reward 0 ('c' is wrong)"),
@@ -102,6 +111,21 @@ def test_first_difference_is_named(
     start = "prompts.0: the demonstration of the question 't0' does not fit the environment: "
     told = [f"{start}{fault}; "] if fault else []
     assert [note.removesuffix(demonstration_check.ADVICE) for note in notes] == told
+
+
+def test_environment_that_blocks_its_thread_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Countdowns, "turns", (DemonstratedTurn("~", (FIRST,)), B))
+    monkeypatch.setattr(demonstration_check, "SECONDS", 0.1)
+    monkeypatch.setattr(demonstration_check, "MARGIN", 0.1)
+    (note,) = find_notes(tmp_path, monkeypatch)
+    assert "its episode did not end within 0.1 s" in note
+    assert [one for one in threading.enumerate() if one.name == "environment"], "the environment has ended by itself"
+
+
+def test_language_model_of_an_environment_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Countdowns, "turns", (OTHER, B))
+    endpoints = {"user": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
+    assert find_notes(tmp_path, monkeypatch, environment={**OWN["environment"], "endpoints": endpoints}) == []
 
 
 def test_limit_below_the_demonstrated_turns_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from rollflow.storage.records import Prompt
+from rollflow.storage.records import Outcome, Prompt, Trajectory
 from rollflow.tasks.environments.config import GameEnvironment, ImportEnvironment
 from rollflow.tasks.policies.demonstrations import Demonstration
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
@@ -23,23 +23,29 @@ from rollflow.tasks.run.cold_start.demonstrated_episodes import DONE, Demonstrat
 from rollflow.tasks.run.cold_start.environment_thread import EnvironmentThread
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.episode_ports import build_ports
+from rollflow.tasks.scorers.base import Score
 
 PLAYED = 4  # demonstrations of each prompt source that are played
 SECONDS = 10.0  # time limit of an episode
+MARGIN = 1.0  # further seconds for an episode whose environment blocks its thread, and so its time limit
 SHOWN = 12  # tokens that a note shows
 ADVICE = "correct the turns of the prompt source, or the environment (a random environment cannot be compared)"
 
 
 def compare_demonstrations(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
     """Play demonstrations with several turns in a game or in a user-defined environment. Return a note on the first
-    episode that differs from its demonstration, or that gets no reward.
+    episode that differs from its demonstration, or that gets no reward. An environment that asks a language model is
+    not played, because the model says something else each time.
 
     Raises:
         ConfigError: a demonstration is too long for the policy's context, or its environment cannot be created.
     """
-    if config.policy.cold_start is None or not isinstance(config.environment, GameEnvironment | ImportEnvironment):
+    environment = config.environment
+    if config.policy.cold_start is None or not isinstance(environment, GameEnvironment | ImportEnvironment):
         return []
-    demonstrated, thread = DemonstratedEpisodes(config, tokenizer), EnvironmentThread(config.environment)
+    if environment.endpoint_roles:
+        return []
+    demonstrated, thread = DemonstratedEpisodes(config, tokenizer), EnvironmentThread(environment)
     try:
         for source, position in product(range(len(config.prompts)), range(PLAYED)):
             prompt, question = prompts.find_demonstration(source, position)
@@ -69,7 +75,7 @@ class _Trial:
         """Return how the episode differs from the demonstration, or ""."""
         expected = self.demonstrated(self.prompt, self.question)
         try:
-            return thread.run(asyncio.wait_for(self._play(thread, expected), SECONDS))
+            return thread.run(asyncio.wait_for(self._play(thread, expected), SECONDS), SECONDS + MARGIN)
         except TimeoutError:
             return f"its episode did not end within {SECONDS:g} s"
 
@@ -78,16 +84,16 @@ class _Trial:
         room, ports, turns = self.config.engine.max_new_tokens, build_ports(self.config, self.tokenizer), self._count
         episode = PlayedEpisode(self.prompt, room, self._say, want_every, accept_every, ports=ports)
         score = await episode.play(thread.environment)
-        if episode.first is not None:
-            for one, found in zip(expected, episode.trajectories(DONE), strict=False):
-                if difference := self._find_difference(one, found.tokens):
-                    return difference
+        played = episode.trajectories(DONE) if episode.first is not None else ()
+        for one, found in zip(expected, played, strict=False):
+            if difference := self._find_difference(one, found.tokens):
+                return difference
         reason = f" ({score.reason})" if score is not None and score.reason else ""
         if self._too_long:
             return f"its turn {self._asked} is longer than the environment allows"
         if episode.turns < turns:
             return f"its episode ends after {episode.turns} of {turns} turns{reason}"
-        if score is not None and score.value <= 0 and self._asked <= turns:
+        if score is not None and self._asked <= turns and not _is_rewarded(score, played):
             return f"its episode gets the reward {score.value:g}{reason}"
         return ""
 
@@ -114,3 +120,10 @@ class _Trial:
             return ""
         ours, theirs = (self.tokenizer.decode([*part[place : place + SHOWN]]) for part in (expected, found))
         return f"its tokens from number {place} on are {ours!r}, but those of the episode {theirs!r}"
+
+
+def _is_rewarded(score: Score, played: Sequence[Trajectory]) -> bool:
+    """Return whether an episode, one of its roles or one of its turns has a reward above 0, or its outcome is good."""
+    turns = (value for one in played for value in one.token_rewards or ())
+    good = score.outcome in (Outcome.CORRECT, Outcome.PARTIAL)
+    return good or any(value > 0 for value in (score.value, *score.roles.values(), *turns))

@@ -29,13 +29,26 @@ class EnvironmentThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="environment", daemon=True)
         self._thread.start()
+        self._is_blocked = False  # True if the environment has blocked the event loop for too long
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread, and return its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """Run a coroutine in the thread, and return its result.
+
+        Raises:
+            TimeoutError: the environment has blocked the thread for `seconds`, so no time limit of the coroutine works.
+        """
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result(seconds)
+        except TimeoutError:
+            self._is_blocked = not running.done()
+            raise
 
     def close(self) -> None:
-        """End the environment's processes and the thread."""
+        """End the environment's processes and the thread. A blocked thread ends later, or with this process."""
+        if self._is_blocked:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            return
         try:
             self.run(close_environment(self.environment))
             self.run(self._loop.shutdown_default_executor())
