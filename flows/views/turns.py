@@ -24,6 +24,7 @@ MOST_PARTS = 60  # Largest number of parts of an episode on the page of a run.
 LONGEST_PART = 2000  # Largest number of characters of a part on the page of a run.
 Author = Literal["prompt", "context", "policy", "environment"]
 
+CONTROLS = re.compile(r"[\x00-\x06\x0e-\x1f\x7f-\x9f]")  # rich removes those between them, or breaks the line
 COLOURS = {"prompt": "cyan", "context": "cyan", "system": "cyan", "environment": "yellow", "tool": "yellow"}
 
 
@@ -144,8 +145,16 @@ def render_head(speaker: str, notes: Sequence[str] = ()) -> Text:
 
 def render_text(text: str) -> Padding:
     """Return a text, indented by two columns. A text without visible characters is quoted."""
+    text = escape_controls(text)
     shown = Text(text.strip("\n")) if text.strip() else Text(repr(text) if text else "(nothing)", style="dim")
     return Padding(shown, (0, 0, 0, 2), expand=False)
+
+
+def escape_controls(text: str) -> str:
+    """Return a text with visible control characters, with which a policy or an environment could control the
+    terminal.
+    """
+    return CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:

@@ -263,3 +263,12 @@ def test_environment_text_keeps_its_line_breaks_on_the_terminal() -> None:
         console.print(render_part("environment", "#####\n#. @#\n#####\n", ["3 tokens"]))
     lines = [line.rstrip() for line in shown.get().splitlines()]
     assert lines == ["environment · 3 tokens", "  #####", "  #. @#", "  #####"]
+
+
+@given(st.text(st.characters(max_codepoint=0xA0)))
+def test_environment_text_cannot_control_the_terminal(text: str) -> None:
+    console = Console(width=4000, no_color=True)
+    with console.capture() as shown:
+        console.print(render_part("environment", "\x1b]0;title\x07\x1b[2J\x9b31m" + text))
+    assert "\\x1b]0;title\\x1b[2J\\x9b31m" in shown.get()
+    assert all(one.isprintable() or one in "\n\t" for one in shown.get() if one != "\xa0")

@@ -14,7 +14,7 @@ from rich.text import Text
 from rollflow.flows.views.frames.pictures import name_turn, place_frames, write_png
 from rollflow.flows.views.frames.replaying import REPLAY_SECONDS, replay_frames
 from rollflow.flows.views.inspect_values import batch_of, check_key, trajectories_of
-from rollflow.flows.views.turns import TurnPart, list_branches, render_head, render_part
+from rollflow.flows.views.turns import TurnPart, escape_controls, list_branches, render_head, render_part
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.lineage import AwaitingTraining, Consumed, list_fates
 from rollflow.storage.records import GroupKey
@@ -73,7 +73,7 @@ def show_turns(context: RunContext, parts: Sequence[TurnPart], taker: FrameTaker
         else:
             shown.append(render_part("frame", one.text, [name_turn(one)]))
     if taker and taker.reason:
-        shown.append(Text(f"no further frames: {taker.reason}"))
+        shown.append(Text(escape_controls(f"no further frames: {taker.reason}")))
     return Group(Text("turns", style="italic"), *shown)
 
 
