@@ -374,6 +374,14 @@ def test_inspect_shows_the_pictures_of_an_episode(
     assert {Image.open(path).size for path in folder.iterdir()} == {(8, 4)}
 
 
+def test_folder_that_cannot_be_written_is_named(
+    run: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small-0.0.1-frames").write_text("a file")
+    assert "small-0.0.1-frames" in refused(capsys, "inspect", "small", "0.0.1", "--frames")
+
+
 def test_inspect_without_frames_replays_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.commands.inspect.replay_named", None)
     assert main(["inspect", "small", "0.0.1"]) == 0
@@ -492,6 +500,14 @@ def test_member_of_a_mix_has_its_own_number_of_frames(run: RunContext, name: str
     placed = [one for one in page_frames.place_page_frames(mixed, KEY, found)(parts) if isinstance(one, str)]
     assert len([one for one in placed if one.startswith("![")]) == frames
     assert bool(placed) == bool(frames)
+
+
+def test_page_shows_no_frame_of_a_turn_that_it_leaves_out(run: RunContext) -> None:
+    shown: Any = run
+    parts = [TurnPart("prompt", 0, [0]), TurnPart("policy", 1, [1])]
+    place = page_frames.place_page_frames(shown, KEY, record(run, ["1"]))
+    placed = "".join(one for one in place(parts) if isinstance(one, str))
+    assert re.findall(r"[*]{2}frame[*]{2} · (.*?)!", placed) == ["at the start", "after turn 1"]
 
 
 def test_picture_on_the_page_is_small() -> None:

@@ -59,6 +59,9 @@ def _value(frame: Frame) -> dict[str, Any]:
 def show_turns(context: RunContext, parts: Sequence[TurnPart], taker: FrameTaker | None, folder: Path) -> Group:
     """Return a multi-turn trajectory part by part: who wrote the part, notes on its tokens, and its text. Frames stand
     between the parts; pictures are written as PNG files to `folder`.
+
+    Raises:
+        ConfigError: a picture cannot be written.
     """
 
     def decode(tokens: Sequence[int]) -> str:
@@ -78,7 +81,12 @@ def show_turns(context: RunContext, parts: Sequence[TurnPart], taker: FrameTaker
 
 
 def _save_picture(frame: Frame, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
     path = folder / f"turn-{frame.turn:03d}.png"
-    path.write_bytes(write_png(frame))
+    try:
+        folder.mkdir(exist_ok=True)
+        path.write_bytes(write_png(frame))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); use another current folder, or --json"
+        ) from None
     return path

@@ -49,7 +49,8 @@ def _find_most(context: RunContext, key: GroupKey) -> int:
 def _write_frames(
     taker: FrameTaker, decode: Callable[[Sequence[int]], str], parts: Sequence[TurnPart]
 ) -> Iterator[TurnPart | str]:
-    for one in place_frames(parts, taker.frames, decode):
+    turns = sum(part.author == "policy" for part in parts)  # the page leaves out parts of a long episode
+    for one in place_frames(parts, [frame for frame in taker.frames if frame.turn <= turns], decode):
         if isinstance(one, TurnPart):
             yield one
             continue
