@@ -89,7 +89,8 @@ def find_earlier(config: RunConfig) -> EarlierVersion | None:
         raise ConfigError(f"{key}: {error}") from None
     if not context.store.exists(entry_path(0)):
         cure = "name a run of this store by its id (see `rollflow status --all`), or any run by its path or URI"
-        raise ConfigError(f"{key}: there is no such run in {context.uri.rpartition('/runs/')[0] or store}; {cure}")
+        folder = context.uri.rpartition("/")[0].removesuffix("/runs")
+        raise ConfigError(f"{key}: there is no such run in {folder}; {cure}")
     newest = context.policies.newest()
     if newest < 0:
         raise ConfigError(f"{key}: run {context.run_id!r} has no version yet; wait until it has published version 0")

@@ -143,7 +143,7 @@ def test_audit_finds_a_copy_that_differs_from_its_source(earlier: RunContext) ->
     ("from_run", "words"),
     [
         ({"run": "nowhere"}, "policy.from_run.run = 'nowhere': there is no such run in "),
-        ({"run": "/no/such/run"}, "policy.from_run.run = '/no/such/run': there is no such run in "),
+        ({"run": "/no/such/run"}, "policy.from_run.run = '/no/such/run': there is no such run in /no/such;"),
         ({"run": "no run id"}, "policy.from_run.run = 'no run id': run id = 'no run id'"),
         (
             {"run": "small", "version": 9},
