@@ -67,6 +67,7 @@ SHARED: dict[str, st.SearchStrategy[Any]] = {
     "turn_seconds": SECONDS,
     "close_seconds": SECONDS,
     "page_frames": st.integers(0, 100),
+    "resets_ahead": st.integers(0, 4),
     "episode_seconds": SECONDS,
     "max_failures": st.integers(1, 30),
 }

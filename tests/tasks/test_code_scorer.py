@@ -227,7 +227,7 @@ async def test_all_or_nothing_ends_at_the_first_failure(scorer: CodeScorer) -> N
 @pytest.mark.parametrize(
     ("program", "outcome", "reason"),
     [
-        ("while True: pass", Outcome.TIMEOUT, "0 of 1 cases; case 1: it ran longer than 0.5 s"),
+        ("while True: pass", Outcome.TIMEOUT, "0 of 1 cases; case 1: it ran longer than "),
         ("while True: print('x' * 9999)", Outcome.KILLED, "0 of 1 cases; case 1: it was stopped, as it used too much"),
         ("def f(:", Outcome.WRONG, "0 of 1 cases; case 1: SyntaxError: invalid syntax"),
     ],
