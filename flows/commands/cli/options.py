@@ -174,7 +174,10 @@ def _add_watching(commands: Commands) -> None:
         action="store_true",
         help="replay the episode, and show what its environment renders after each turn",
     )
+    _add_compare(commands)
 
+
+def _add_compare(commands: Commands) -> None:
     compare = commands.add(
         "compare",
         "Compare the configs, results and costs of runs",
