@@ -27,7 +27,7 @@ from rollflow.tasks.rollout.episode import Turn
 from tests.support.judge_server import Body, JudgeServer, Reply, chat, judge_server
 from tests.support.refused import refused
 from tests.support.small_run import prepare_small, train_small
-from tests.support.terminal import CTRL_C, CTRL_D, terminal
+from tests.support.terminal import CTRL_D, terminal
 from tests.support.user_code import FOLDER, put_in_reach
 
 TOOL = """
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_play_without_a_traceback(recipe: Path) -> None:
         person.await_text("  > ")
         person.type("half an answer")
         person.await_text("half an answer")  # the line editor works now, and a signal interrupts it
-        person.type(CTRL_C)
+        person.interrupt()
         assert person.end() == INTERRUPTED
         rest = person.shown[person.read :]
         assert "1 episode · mean score 0 · 1 wrong" in rest

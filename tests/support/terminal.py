@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import pack
 
+import psutil
+
 from tests.support.waiting import HANG_SECONDS
 
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -35,6 +37,15 @@ class Terminal:
     def type(self, text: str) -> None:
         """Press these keys."""
         os.write(self.master, text.encode())
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C while the command waits for a key. If the signal arrives while Python's line editor processes a
+        key, the editor notices the signal only at the next key.
+        """
+        limit = time.monotonic() + HANG_SECONDS
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < limit, f"does not wait for a key; shown: {self.shown}"
+        self.type(CTRL_C)
 
     def await_text(self, text: str) -> str:
         """Wait until the text appears after what was awaited before; return everything up to it."""
