@@ -1,5 +1,5 @@
-"""Packs groups of trajectories as the raw bytes of Arrow columns. A group is packed as soon as it is complete, so that
-the commit of a batch only joins bytes.
+"""Packs groups of trajectories as the raw bytes of Arrow columns. Each group is packed when it is complete, so the
+commit of a batch has to join only bytes.
 
 A column of numbers is packed as one byte string. A column of texts or lists is packed as two byte strings: the row
 lengths (int32) and the concatenated contents.
@@ -28,7 +28,7 @@ WHOLE: dict[pa.DataType, type[TokenArray[Any]]] = {
     pa.int32(): Int32s,
     pa.int64(): Int64s,
 }  # if there are few rows, token arrays pack these data types faster than NumPy
-LONG = 1 << 20  # columns of at least this many bytes are joined in Arrow's memory pool, because fresh memory is slower
+LONG = 1 << 20  # larger columns (in bytes) are joined in Arrow's memory pool, because newly allocated memory is slower
 MOST = np.iinfo(LENGTH).max  # largest number of values in a column, because Arrow's offsets have 32 bits
 
 
@@ -81,7 +81,7 @@ def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Tabl
 
 
 def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
-    """Concatenate parts."""
+    """Concatenate byte strings into one buffer."""
     size = sum(map(len, parts))
     if size < LONG:
         return b"".join(parts)
@@ -124,9 +124,10 @@ def build_offsets(lengths: np.ndarray) -> pa.Buffer:
 
 
 def view_numbers(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Return a numpy array with the numbers of an Arrow column without nulls, and booleans as 0 and 1.
+    """Return a NumPy array with the values of an Arrow column that has no nulls; booleans become 0 and 1.
 
-    Arrow's `to_numpy` imports pandas, which costs half a second of CPU time and 50 MB.
+    Arrow's own method `to_numpy` is not used, because it imports pandas, which costs half a second of CPU time and 50
+    MB of memory.
     """
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()

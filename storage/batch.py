@@ -1,7 +1,9 @@
-"""A batch is an immutable Arrow table of trajectory groups, which is stored as one file and trained on in one step.
+"""Defines a trajectory batch: an immutable Arrow table of trajectory groups. A batch is stored as one file, and one
+train step uses the whole batch.
 
 Each row is one trajectory, and the rows of a group are adjacent. Opening a batch copies nothing: the columns are views
-of the file's buffer. Unlike Arrow's stream format, Arrow's file format detects every truncated file.
+of the file's buffer. Batches are stored in Arrow's file format, because reading a truncated file in this format always
+fails.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SCHEMA = pa.schema(
 
 
 def schema_with(names: Collection[str]) -> pa.Schema:
-    """Return the Arrow schema of a batch that has the given optional columns; names of other columns are ignored."""
+    """Return the Arrow schema of a batch that has the given optional columns; unknown names are ignored."""
     return pa.schema([*SCHEMA, *optional_columns.fields(names)], metadata=SCHEMA.metadata)
 
 
@@ -110,7 +112,7 @@ class TrajectoryBatch:
 
     @property
     def left_out(self) -> NDArray[np.bool_]:
-        """A mask over the rows of the batch: true if the learner leaves out the row's response, because nobody could
+        """A mask over the rows of the batch: true if the learner leaves out the row's response because nobody could
         judge it.
         """
         column = self.optional("left_out")
@@ -151,7 +153,7 @@ class TrajectoryBatch:
 
     @property
     def roles(self) -> list[str | None]:
-        """The role of each row; None for a row without a role."""
+        """The role that the policy played in each row; None for a row without a role."""
         column = self.optional("role")
         return [None] * len(self) if column is None else [*column.to_pylist()]
 
@@ -162,7 +164,7 @@ class TrajectoryBatch:
 
     @property
     def first_rows(self) -> NDArray[np.int64]:
-        """The first row of each row's episode, by row."""
+        """The index of the first row of the same episode, for each row of the batch."""
         found = np.arange(len(self))
         column = self.optional("branch")
         if column is None:
@@ -176,13 +178,13 @@ class TrajectoryBatch:
 
     @property
     def episode_rows(self) -> NDArray[np.int64]:
-        """The first row of each episode."""
+        """The index of each episode's first row."""
         return np.flatnonzero(~np.array(self.branches, bool))
 
     @property
     def episode_rewards(self) -> NDArray[np.float64]:
         """The reward of each episode: the reward of its first row, plus the token rewards of all its rows. In an
-        episode with several roles, only rows with the role of the first row count.
+        episode with several roles, only token rewards of rows with the first row's role are added.
         """
         rewards: NDArray[np.float64] = view_numbers(self.table["reward"]).astype(np.float64)
         column = self.optional("token_rewards")
@@ -200,7 +202,9 @@ class TrajectoryBatch:
         return [()] * len(self) if column is None else optional_columns.read_parts(column)
 
     def groups(self) -> list[TrajectoryGroup]:
-        """Return the groups as records. The method `groups` copies all data, so only tools and tests call it."""
+        """Return the groups as `TrajectoryGroup` objects. The method `groups` copies all data, so only tools and tests
+        call it.
+        """
         rows = self.table.to_pylist()
         found = []
         for key, members in groupby(rows, key=lambda r: GroupKey(r["index"], r["attempt"])):
@@ -228,7 +232,7 @@ class _Pieces:
 
 
 def pack_group(group: TrajectoryGroup) -> PackedGroup:
-    """Convert the rows of a complete group to columns, so that the commit of a batch only has to join columns."""
+    """Convert the rows of a complete group to columns, so that the commit of a batch has to join only columns."""
     counts = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
     parts, arrays = _pack(group)
     return PackedGroup(group.key, parts, *counts, arrays, group.pass_rate, group.left_out)

@@ -1,11 +1,12 @@
-"""The channel passes committed batches to the learner, and announces new policy versions to the scheduler.
+"""Defines the channel, which passes committed batches to the learner and announces new policy versions to the
+scheduler.
 
 The channel caches committed batches, which are also in the trajectory store. The channel contains at most `capacity`
 batches that the learner has not acknowledged; if the channel is full, `put` waits until a deadline. The learner leases
-batch b only while policy version b is the newest, to train version b + 1. If several log entries have committed a batch
-of the same number, a lease returns the batch of the newest entry, and never a voided batch. The methods `put`, `ack`
-and `announce` are idempotent, because Ray may repeat a call. A batch that is not in the channel is read from the
-trajectory store, so no batch is lost if the channel's process dies.
+batch b only while policy version b is the newest, and trains version b + 1 on this batch. If several log entries have
+committed a batch of the same number, a lease returns the batch of the newest entry. A voided (revoked) batch is never
+returned. The methods `put`, `ack` and `announce` are idempotent, because Ray may repeat a call. A batch that is not in
+the channel is read from the trajectory store, so no batch is lost if the channel's process dies.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
@@ -25,7 +26,7 @@ from rollflow.storage.errors import Missing
 Payload = TypeVar("Payload")
 Refilled = TypeVar("Refilled", covariant=True)
 
-LOOK_SECONDS = 1.0  # a lease waits this long for a batch to be put before it reads the store again
+LOOK_SECONDS = 1.0  # longest time that a lease waits for a `put` before the lease reads the store again
 
 
 class Source(Protocol[Refilled]):
@@ -46,8 +47,8 @@ class Channel(Generic[Payload]):
         self.capacity = capacity
         self.version = version  # newest announced policy version
         self._source = source
-        self._batches: dict[int, tuple[int, Payload]] = {}  # number -> entry, payload
-        self._done = max(version, 0)  # policy versions were trained on all batches with smaller numbers
+        self._batches: dict[int, tuple[int, Payload]] = {}  # batch number -> (number of the log entry, payload)
+        self._done = max(version, 0)  # all batches with smaller numbers were already trained on
         self._changed = asyncio.Condition()
 
     @property
@@ -93,7 +94,9 @@ class Channel(Generic[Payload]):
         return held[1]
 
     async def _refresh_batch(self, number: int) -> tuple[int, Payload] | None:
-        """Update the cached batch `number` from the store; return the batch's log entry and payload."""
+        """Update the cached batch `number` from the store; return the batch's log entry and payload, or None if no such
+        batch waits for training.
+        """
         before = self._batches.get(number)
         entry = await self._source.entry(number)
         if entry is None:

@@ -1,5 +1,5 @@
-"""The errors of rollflow. Each class stands for what the caller must do, such as retry, skip or stop. The only argument
-of each error is a string, so that errors can be pickled and sent between processes.
+"""Defines the errors of rollflow. Each error class says what the caller must do, such as retry, skip or stop. The only
+argument of each error is a string, so that errors can be pickled and sent between processes.
 """
 
 
@@ -8,8 +8,8 @@ class RollflowError(Exception):
 
 
 class Conflict(RollflowError):
-    """An object of the same name exists, or the log's rules refuse a log entry: read the run's state again, then retry
-    or stop.
+    """An object of the same name already exists, or the log's rules refuse a log entry: read the run's state again,
+    then retry or stop.
     """
 
 
@@ -18,8 +18,9 @@ class Missing(RollflowError):
 
 
 class Stale(RollflowError):
-    """A group of trajectories is older than `async_ratio` allows: count and skip the group, and issue the prompt
-    again."""
+    """A group of trajectories is older than `async_ratio` allows: skip the group, count it as stale, and issue its
+    prompt again.
+    """
 
 
 class Corrupt(RollflowError):

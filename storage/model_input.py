@@ -2,7 +2,7 @@
 
 A foreign part is named by the hash of its content, and occupies one or more positions in the policy's context. An input
 is stored in a flat form: one number for each position (`NO_TOKEN` for a foreign part), and the foreign parts with their
-positions. The engines and learners of this version read tokens alone, and raise an error for a foreign part.
+positions. The engines and learners of this release of rollflow read only tokens, and raise an error for a foreign part.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ModelInput:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts, in order."""
+        """The parts of the input, in order."""
         found, end = list[Part](), 0
         for position, part in self.placed:
             found += [self.flat[end:position], part]

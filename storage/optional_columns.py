@@ -58,7 +58,8 @@ def pack(rows: Sequence[Trajectory]) -> Arrays:
 
 
 def join(groups: Sequence[tuple[int, Arrays]]) -> dict[str, pa.Array]:
-    """Join the Arrow arrays of several groups; each group is given by its number of rows and its arrays by column.
+    """Join the Arrow arrays of several groups; `groups` contains each group's number of rows and its arrays by column
+    name.
 
     Raises:
         OverflowError: a column has more values than Arrow's 32-bit offsets can address.

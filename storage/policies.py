@@ -1,5 +1,5 @@
-"""Publishes, finds, reads and prunes the policy versions of a run. A policy version is published by one log entry,
-which is written after every object that the entry names.
+"""Publishes, finds, reads and prunes the policy versions of a run. A policy version is published by one log entry. This
+entry is written after all objects that it names.
 
 The log entry of a policy version commits three things together: the weights, the learner's state, and the batch that
 was trained on. The log entry of a policy version names the log entry of the batch that the version was trained on. The
@@ -9,7 +9,7 @@ learner that was replaced by a newer process can therefore overwrite nothing. Se
 transferred at a time, and every read is checked against the sha256 in the version's log entry.
 
 A run's state contains the log entry number of each policy version that may still be pruned. Older policy versions are
-found by bisection of the log, because each log entry records the newest version at the time of that entry.
+found by bisection of the log: each log entry records which version was the newest at the time of the entry.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Put = Callable[[str, ObjectStore, str], StoredObject]  # (name, store, path) -> 
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """A published version."""
+    """A published policy version, as described by the log entry that published it."""
 
     number: int
     entry: int  # the log entry that published this policy version
@@ -104,7 +104,7 @@ class PolicyStore:
         """The run's rules for which objects of policy versions are kept."""
         return self.log.state.retention
 
-    # --- what is published --------------------------------------------------------------------------------------
+    # --- publishing and pruning ---------------------------------------------------------------------------------
 
     def stage(
         self, writer: Writer, version: int, files: Mapping[str, Data], movers: int = MOVERS, put: Put | None = None
@@ -124,7 +124,7 @@ class PolicyStore:
         return tuple(map_concurrently(staged, files, movers))
 
     def publish(self, writer: Writer, version: VersionPublished) -> PolicyVersion:
-        """Commit a version.
+        """Publish a policy version by appending its log entry.
 
         Raises:
             Deposed: another process is the run's learner now.
@@ -164,7 +164,7 @@ class PolicyStore:
             return None
         return [stored.path for stored in ((*found.weights, *found.deltas) if kind == "weights" else found.state)]
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- finding policy versions --------------------------------------------------------------------------------
 
     def newest(self) -> int:
         """Read new log entries, and return the number of the newest policy version, or -1 if there is none."""
@@ -172,7 +172,7 @@ class PolicyStore:
         return self.log.state.version
 
     def find(self, version: int) -> PolicyVersion:
-        """Find a published version.
+        """Find a published policy version by its number.
 
         Raises:
             Missing: the run has no policy version of this number.
@@ -190,7 +190,7 @@ class PolicyStore:
                 if isinstance(stored.entry.body, VersionPublished):
                     yield PolicyVersion.of(stored.entry)
 
-    # --- what it consists of ------------------------------------------------------------------------------------
+    # --- reading the files of a policy version ------------------------------------------------------------------
 
     def read(self, stored: StoredObject) -> memoryview:
         """Read a file of a policy version and check its hash against the log entry that names the file; a local file is
@@ -232,8 +232,9 @@ class PolicyStore:
 
         Each machine checks the hashes of the weight files once. The argument `cache` is the cache folder that all
         processes and runs of a machine share. A copy of the weights is kept until this method is called for another
-        policy version. If weights are stored as deltas, the folder contains the deltas, too (see the module
-        `update_folder`), and is made from the folder of an earlier version, if the machine has such a folder.
+        policy version. If weights are stored as deltas (differences to the version before), the folder also contains
+        the deltas (see the module `update_folder`). If the machine has the folder of an earlier version, the new folder
+        is made from that folder.
         """
         local, name = self.store.local_path(version.weights[0].path), _folder_name(version)
         node = NodeCache(cache, self.store.uri, self.store.patience)
@@ -253,8 +254,9 @@ class PolicyStore:
         map_concurrently(self.read, version.weights)
 
     def _find_cached(self, node: NodeCache, version: PolicyVersion) -> tuple[int, HeldFolder] | None:
-        """Return the newest earlier version whose weight files are in the machine's cache and may lead to `version` by
-        deltas."""
+        """Return the newest earlier version whose weight files are in the machine's cache and from which `version` may
+        be rebuilt by deltas.
+        """
         while version.deltas:
             version = self._find_parent(version)
             if held := node.find(_folder_name(version), partial(_is_complete, version=version)):
@@ -279,11 +281,11 @@ class PolicyStore:
                 raise Missing(f"there is no object {stored.path}, or an object from which it is rebuilt")
 
     def has_weights(self, version: PolicyVersion, exists: Callable[[str], bool] | None = None) -> bool:
-        """Return whether storage has all objects from which the weight files of a policy version are read; they may
-        have been pruned before `keep_last` was raised.
+        """Return whether storage has all objects from which the weight files of a policy version are read. Objects of
+        old versions may have been pruned before the config key `keep_last` was raised.
 
         Args:
-            exists: a function that says whether the object of a path is in storage; by default, storage is asked.
+            exists: a function that returns whether storage contains the object at a path; by default, storage is asked.
         """
         return all(self._is_there(stored, exists or self.store.exists) for stored in version.weights)
 
@@ -341,8 +343,9 @@ def _folder_name(version: PolicyVersion) -> str:
 
 def _is_complete(folder: Path, version: PolicyVersion) -> bool:
     """Return whether all weight files of a policy version exist in a folder and have the sizes that the log records.
-    The hashes of weight files are checked when the files are fetched. Later damage changes the log-probs of the probe
-    tokens, which are compared after each weight update.
+    The hashes of weight files are checked when the files are fetched. Later damage is detected after the next weight
+    update, because it changes the log-probs of the probe tokens (fixed tokens whose log-probs are known for each
+    version).
     """
     try:
         return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in version.weights)

@@ -18,17 +18,19 @@ TOKEN = np.dtype(np.int32)
 
 
 class RecentResponses:
-    """Reads the responses of batches that were committed since the last read, up to a number of tokens."""
+    """Reads the responses of the batches that were committed since the last read, up to a limit on the number of
+    tokens.
+    """
 
     def __init__(self, batches: TrajectoryStore, most_tokens: int) -> None:
         self._batches, self._most = batches, most_tokens
         self._next = 0  # number of the first log entry that was not read
 
     def read(self) -> list[tuple[bytes, bytes]]:
-        """Return prompts, and the tokens that followed each, as 32-bit integers, oldest batch first.
+        """Return pairs of a prompt and its response, both as the bytes of 32-bit token ids, the oldest batch first.
 
-        If the new batches have more tokens than allowed, their newest responses are returned. A batch whose file cannot
-        be read is left out.
+        Batches are read from the newest to the oldest, until their responses reach the limit on the number of tokens. A
+        batch whose file cannot be read is left out.
         """
         log = self._batches.log
         log.follow()
@@ -50,7 +52,8 @@ class RecentResponses:
 
 
 def list_responses(batch: TrajectoryBatch) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the prompt of each trajectory, and the tokens from the first sampled token on, as 32-bit integers.
+    """Yield the prompt of each trajectory and the tokens from the first sampled token on, both as the bytes of 32-bit
+    token ids.
 
     Trajectories with parts that are not tokens, such as images, are left out.
     """

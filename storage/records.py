@@ -1,5 +1,5 @@
 """Defines the basic types of rollflow: prompts, trajectories, groups, and the reasons to discard a group. All types are
-frozen.
+immutable.
 
 In array shapes, T is the number of tokens of one trajectory, prompt and response together. A *dispatch* is one attempt
 to generate a group of responses to a prompt, identified by a `GroupKey`. Every dispatch ends in exactly one way: either
@@ -76,7 +76,7 @@ class StoredObject:
     sha256: str
 
 
-DELTA = ".delta"  # suffix of the path of a stored delta, after the path of the weight file that the delta gives
+DELTA = ".delta"  # suffix that is appended to the path of a weight file to get the path of its delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +139,15 @@ class Prompt:
 
 
 class Branch(NamedTuple):
-    """The place where a trajectory branches off an earlier trajectory of the same episode, because its context was
-    rewritten or because it belongs to another role. The two trajectories begin with the same tokens.
+    """The point at which a trajectory branches off an earlier trajectory of the same episode, because the context was
+    rewritten or because the new trajectory belongs to another role. Both trajectories begin with the same tokens.
     """
 
     parent: int  # the number (field `sample`) of the trajectory that this trajectory branches off
     position: int  # number of tokens at the start that both trajectories have in common
 
 
-UNNAMED_STATE = 0  # stands for the state of a turn whose environment state has no name
+UNNAMED_STATE = 0  # stands for the environment state of a turn for which the environment named no state
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +170,10 @@ class Trajectory:
     chose among all tokens, or if the policy did not sample token t. The field `scorer_version` is the version of the
     scorer that gave the reward. The field `token_rewards` has one number for each of the T tokens: the token's own
     reward, or NaN if the token has none. Token rewards count in addition to `reward`. Only sampled tokens have token
-    rewards. The field `role` names the role in which the policy sampled the tokens, in an episode in which the policy
-    plays several roles; `reward` is then the reward of this role. The field `left_out` is True if no scorer could judge
-    the response, and the learner leaves it out: the response is in no baseline and is not trained on. A left-out
-    response has the outcome "unjudged", a `reason` that says why nobody could judge it, and the `reward` NaN.
+    rewards. In an episode in which the policy plays several roles, the field `role` names the role in which the policy
+    sampled the tokens, and `reward` is the reward of this role. The field `left_out` is True if the learner leaves the
+    response out because no scorer could judge it: the response is in no advantage baseline and is not trained on. A
+    left-out response has the outcome "unjudged", a `reason` that says why nobody could judge it, and the `reward` NaN.
     `left_out` is None for all responses that are not left out.
     """
 
@@ -302,7 +302,7 @@ class TrajectoryGroup:
         judged = [t for t in self.trajectories if not t.left_out]
         if self.episodes == len(self.trajectories):
             return [t.total_reward for t in judged]
-        # `first` maps a trajectory to the first one of its episode
+        # `first` maps each trajectory's sample number to the first trajectory of the same episode
         totals, first = dict[int, float](), dict[int, Trajectory]()
         for t in judged:
             first[t.sample] = found = t if t.branch is None else first[t.branch.parent]

@@ -55,7 +55,7 @@ class TokenArray(Sequence[Number]):
 
     @classmethod
     def concatenate(cls, parts: Iterable[TokenArray[Number]]) -> Self:
-        """Concatenate arrays."""
+        """Concatenate token arrays of this type."""
         return cls(b"".join([part.data for part in parts]))
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class Int32s(TokenArray[int]):
 
 
 class Int16s(TokenArray[int]):
-    """Numbers of experts."""
+    """Ids of experts, to which a mixture-of-experts model routed tokens."""
 
     __slots__ = ()
     code, size = "h", 2

@@ -43,7 +43,7 @@ class StagedBatch:
 
     @property
     def ended_groups(self) -> list[GroupKey]:
-        """The keys of all groups that this batch trains on or discards."""
+        """The keys of all groups that are trained on or discarded with this batch."""
         return [*(group.key for group in self.groups), *(discard.key for discard in self.discards)]
 
 
@@ -54,8 +54,8 @@ class TrajectoryStore:
         self.log, self.store = log, log.store
 
     def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, Path | pa.Buffer]:
-        """Commit a staged batch durably; return the batch's log entry, and the batch's local file or, in a remote
-        store, its bytes.
+        """Commit a staged batch durably; return the batch's log entry, and the path of the batch file. If the store is
+        remote, return the bytes of the batch in place of the path.
 
         Raises:
             Deposed: another process is the run's scheduler now.
@@ -104,7 +104,8 @@ class TrajectoryStore:
     def discards(self, entry: int) -> tuple[Discard, ...]:
         """List the groups that were discarded while the batch of log entry `entry` was formed.
 
-        If earlier commits of the batch were voided, the list includes the groups that were discarded before them.
+        If earlier commits of the batch were voided, the list includes the groups that were discarded before those
+        commits.
 
         The list is incomplete if a log entry cannot be read, and is used only for metrics and display.
 
@@ -116,7 +117,7 @@ class TrajectoryStore:
         with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
                 written = get_entry(self.log, n).entry
-                if written.batch <= batch.number:  # no earlier log entry commits this batch
+                if written.batch <= batch.number:  # no log entry before this one commits the batch
                     break
                 if isinstance(written.body, BatchCommitted) and written.body.number == batch.number:
                     found = [*written.body.discards, *found]
@@ -149,7 +150,7 @@ class TrajectoryStore:
         """Void the batch `number` that log entry `entry` committed, because a value in the batch or computed from the
         batch is not finite.
 
-        Return false if the batch was trained on or formed again meanwhile, so that it was not voided.
+        Return False, and void nothing, if the batch was trained on or formed again meanwhile.
         """
         return self._append(writer, BatchVoided(number, entry, why, "not-finite"))
 

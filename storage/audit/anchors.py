@@ -1,11 +1,11 @@
-"""Checks a run's log against anchors. An anchor is the hash of a log entry, stored where a person who alters the run
-cannot write.
+"""Checks a run's log against anchors: hashes of log entries that are stored where a person who alters the run cannot
+write.
 
     12:6b86b273...   entry 12 has this sha256
 
 Each entry names the hash of the previous entry, so the anchor of an entry also proves all earlier entries. The log is
 append-only, so an anchor stays valid as the run continues. If `rollflow audit --repair` moved a log entry away, the
-check reports an anchor of that entry.
+check also reports the anchor of that entry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORM = re.compile(r"(\d{1,10}):([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The sha256 of entry `n`."""
+    """An anchor: the number `n` of a log entry, and the entry's sha256."""
 
     n: int
     sha256: str
@@ -36,7 +36,7 @@ class Anchor:
 
 
 def parse_anchor(text: str) -> Anchor:
-    """Parse the number and the hash of a log entry (an anchor), written as `N:SHA256`.
+    """Parse an anchor: the number and the hash of a log entry, written as `N:SHA256`.
 
     Raises:
         ConfigError: the text does not have the form `N:SHA256`.

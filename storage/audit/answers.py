@@ -1,5 +1,5 @@
-"""Compares the trajectories of a batch file with their prompts, and with the limits of the run's config. Suffixes of
-array names give the shapes: `_R` for the rows of the batch, `_T` for the tokens of all rows.
+"""Compares the trajectories of a batch file with their prompts, and with the limits of the run's config. The suffix of
+an array's name gives its shape: `_R` for the rows of the batch, `_T` for the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ExpectedRows:
     """The values that an audit expects in the rows of a batch; None stands for a value that is not checked."""
 
     limits: BatchLimits | None = None
-    prompts: Mapping[int, Prompt] | None = None  # prompt index -> the prompt
+    prompts: Mapping[int, Prompt] | None = None  # maps the index of a prompt to the prompt
     held: frozenset[int] = frozenset()  # indices of the prompts that are held out from training
     # maps the tokens of a prompt that is held out from training to the prompt's id
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class _Table:
 
     @property
     def foreign_T(self) -> Array:
-        """A mask over all positions, which is true where a foreign part, such as an image, is."""
+        """A mask over all positions of the batch, which is true at the positions of foreign parts, such as images."""
         mask = np.zeros(len(self.row_T), bool)
         for first, row in zip(self.first_R.tolist(), self.placed_R, strict=True):
             for position, part in row:
@@ -186,7 +186,8 @@ def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
 def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
     """Check that each response that ended with `StopReason.STOP` has a stop token as its last sampled token.
 
-    In an episode with several turns, a stop string may have ended the last turn, without a stop token.
+    The caller must not check episodes with several turns, because a stop string may have ended the last turn without a
+    stop token.
     """
     chosen_T = np.flatnonzero(table.mask_T)
     last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
@@ -204,8 +205,8 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
 
 
 def _check_responses(table: _Table, limits: BatchLimits) -> Iterator[Found]:
-    """Check that no response exceeds `max_new_tokens`, and that each response that ended with `StopReason.LENGTH`
-    reaches it.
+    """Check that no response exceeds `max_new_tokens`, and that each response that ended with `StopReason.LENGTH` has
+    `max_new_tokens` tokens.
 
     In an episode with several turns, a response that ended with `StopReason.LENGTH` may be shorter than
     `max_new_tokens`.
@@ -227,8 +228,9 @@ def _check_responses(table: _Table, limits: BatchLimits) -> Iterator[Found]:
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> Iterator[Found]:
-    """Check that the start version of each trajectory follows the config's rule, and that times are finite and not
-    negative."""
+    """Check that times are finite and not negative. If the config requires it, also check that each trajectory's start
+    version is that of its oldest token.
+    """
     if limits.oldest_token:
         yield from _check_starts(batch, table)
     for name in ("generation_seconds", "reward_seconds"):

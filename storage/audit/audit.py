@@ -1,26 +1,28 @@
-"""The audit checks the log and the stored objects of a run, and reports every violation of the run's invariants.
+"""Audits a run: checks the run's log and stored objects, and reports every violation of the run's invariants.
 
     entries in order --fold--> batches --compare rows with entry-->  report
                         |--> objects of versions --size, sha256--^
 
-The audit folds the log again from the entries alone. It trusts no process, snapshot or metric. Kinds of violation:
+The audit computes the run's state again from the log entries alone, and trusts no process, snapshot or metric. Kinds of
+violation:
 
-- `stale`: a trajectory is older than alpha allows, or has tokens from a version that did not exist yet.
-- `duplicate`: a dispatch has two fates, a batch is committed twice, or a group contains a sample twice.
-- `missing`: an object that is named and needed does not exist, or a sample or a prompt was left out.
+- `stale`: a trajectory is older than `async_ratio` allows, or has tokens from a version that did not exist yet.
+- `duplicate`: a dispatch (attempt to answer a prompt) ended twice, a batch is committed twice, or a group contains a
+  sample twice.
+- `missing`: an object that a log entry names and the run needs does not exist, or a sample or a prompt was left out.
 - `gap`: the number of an entry, a version or a batch was skipped.
-- `altered`: bytes differ from the committed bytes.
+- `altered`: the bytes of an object differ from the committed bytes.
 - `lineage`: an entry contradicts earlier entries, or contradicts the file that the entry names.
 
-The audit continues after a violation (see `tolerant_fold`). The run may continue during its audit: a violation of an
-object is checked again, and counts only if no later entry voids or prunes the object.
+The audit continues after a violation (see `tolerant_fold`). The run may continue during its audit. So a faulty object
+is checked again at the end, and is reported only if no later entry voids or prunes the object.
 
-The audit compares batches with the caller's expectations (`expected`), too: with the prompts that the rows answer, and
-with the limits of the run's config.
+The audit also compares batches with the caller's expectations (`expected`): the prompts that the rows answer, and the
+limits of the run's config.
 
-An audit begins where the newest clean audit ended (`audit_checkpoints`). It checks entry 0 and the newest entries again
-(`recheck`), but reads no older object again. A deep audit begins with entry 0. A deep audit reads every object
-that must exist, and every other object that exists and is not pruned.
+An audit begins where the newest audit without violations ended (see the module `checkpoints`). It checks entry 0 and
+the newest entries again (`recheck`), but reads no older object again. A deep audit begins with entry 0. A deep audit
+reads every object that must exist, and every other object that exists and is not pruned.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ def audit(
 
     Args:
         deep: if true, the audit begins with log entry 0 and reads every stored object.
-        expected: the config's limits and the prompts with which batches are compared.
-        progress: the function is called after each log entry and each stored object, in the caller's thread.
+        expected: the limits of the config, and the prompts, with which batches are compared.
+        progress: a function that is called in the caller's thread after each log entry and each stored object.
 
     Raises:
         Missing: the storage contains no run.
@@ -99,13 +101,13 @@ def audit(
 
 
 class _Audit:
-    """One audit."""
+    """The state of one audit while it runs."""
 
     def __init__(
         self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[AuditProgress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
-        # snapshots are listed before the log is read, so that the log contains all entries that they name
+        # snapshots are listed before the log is read, so that the log contains all entries that the snapshots name
         snapshots = checkpoints.list_snapshots(store)
         newest, self.others = checkpoints.find_newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
@@ -153,7 +155,7 @@ class _Audit:
             told = self.fold.state, self.report, self.rows, self.responses, self.first, self.opened.batches
             checkpoints.keep(self.store, AuditCheckpoint(*told, thorough=self.expecting.is_thorough))
 
-    # --- entries ------------------------------------------------------------------------------------------------
+    # --- checks of log entries ----------------------------------------------------------------------------------
 
     def _read_log(self, looking: ObjectChecks) -> None:
         found = read_entries(self.store, self.report.since, to_the_last=True)
@@ -298,7 +300,7 @@ class _Audit:
                     what = f"its batch has {rows.left_out} unjudged responses to leave out"
                     self.report.add("unjudged", entry_path(n), f"the learner left out {told:g} responses, but {what}")
 
-    # --- objects ------------------------------------------------------------------------------------------------
+    # --- checks of stored objects -------------------------------------------------------------------------------
 
     def _look_at_versions(self, looking: ObjectChecks) -> None:
         """Check the stored objects of all policy versions that were not pruned; only objects that the retention rules
@@ -311,7 +313,7 @@ class _Audit:
 
     def _ask(self, named: NamedObject, looking: ObjectChecks) -> None:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
-        # if an object is checked a second time, keep the rules that were in force at the object's log entry
+        # if an object is checked a second time, keep the rules that applied to the object's log entry
         if named.rules is None:
             state = self.fold.state
             asked, rated = self.expecting.expect_rows(named.batch), bool(state.epochs)
@@ -370,7 +372,7 @@ class _Audit:
                     pruned.update(body.objects)
         return voided, pruned
 
-    # --- witnesses, progress ------------------------------------------------------------------------------------
+    # --- checks against older audits, and progress --------------------------------------------------------------
 
     def _check_witness(self, n: int, sha256: str) -> None:
         """Compare the hash of log entry `n` with the hashes that snapshots and older audits have recorded."""

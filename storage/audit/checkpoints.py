@@ -1,12 +1,12 @@
 """Stores the results of audits. An audit of a run begins where the newest stored audit ended, and reads only the newer
 log entries.
 
-    audits/<n>.json     sealed: the state after entry n, the counts up to there, the rows of waiting batches
+    audits/<n>.json     the state after entry n, the counts up to there, the rows of waiting batches, and a checksum
 
-Only a clean audit stores a result. A deep audit with violations removes the stored results, so that the next audit
-checks the whole log again. An audit begins with the newest result whose entry n is unchanged. If entry n of a result
-has another hash or is missing, the log was rewritten or truncated. A snapshot proves the same, because the name of a
-snapshot contains the hash of an entry. No decision of a run depends on stored results of audits.
+Only an audit without violations stores a result. A deep audit with violations removes the stored results, so that the
+next audit checks the whole log again. An audit begins with the newest result whose entry n is unchanged. If entry n of
+a result has another hash or is missing, the log was rewritten or truncated. A snapshot can prove the same, because the
+name of a snapshot contains the hash of an entry. No decision of a run depends on stored results of audits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AuditCheckpoint:
 
     state: RunState = field(default_factory=RunState)
     report: AuditReport = field(default_factory=AuditReport)
-    # row counts of untrained batches, by the batch's log entry
+    # row counts of batches that were not trained on yet, by the batch's log entry
     rows: dict[int, RowCounts] = field(default_factory=dict)
     responses: int = 0  # the number of responses that are started for each prompt
     first: str = ""  # the hash of log entry 0

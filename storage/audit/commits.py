@@ -1,5 +1,5 @@
-"""Checks the counts, discard reasons and object paths in a log entry against the config in force. The log's own rules
-check only a few config keys, so they may accept entries of a process that ran with another config.
+"""Checks the counts, discard reasons and object paths in a log entry against the config that applies to the entry. The
+log's own rules check only a few config keys, so they may accept entries of a process that ran with another config.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _check_unjudged(body: BatchCommitted, after: RunState, limits: BatchLimits |
     for one in body.unjudged:
         samples.setdefault(one.key, []).append(one.sample)
         if one.key not in committed and reasons.get(one.key) not in (DiscardReason.FILTERED, DiscardReason.UNJUDGED):
-            what = f"an unjudged response of dispatch {_name(one.key)}, which it neither commits nor discards so"
+            what = f"an unjudged response of dispatch {_name(one.key)}, which it neither commits nor discards as such"
             yield "unjudged", f"the entry of batch {body.number} has {what}"
     most = max(0, after.group_size - LEAST_JUDGED)
     responses = limits.group_size + limits.redundant_responses if limits else math.inf
@@ -95,11 +95,11 @@ def _check_unjudged(body: BatchCommitted, after: RunState, limits: BatchLimits |
 
 
 def _bound_unjudged(reason: DiscardReason | None, most: int, limits: BatchLimits | None) -> int:
-    """Return the largest number of unjudged responses that a group may have which was discarded for this reason."""
+    """Return the largest number of unjudged responses that a group discarded for this reason may have."""
     if reason is DiscardReason.UNJUDGED:
         return 1
     may_be_removed = reason is DiscardReason.FILTERED and (limits is None or limits.removes)
-    return max(most, int(may_be_removed))  # a removed environment leaves one response unjudged
+    return max(most, int(may_be_removed))  # a removed environment is recorded as one unjudged response
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
@@ -161,8 +161,8 @@ def list_prompt_files(body: RunCreated, report: Callable[[ViolationKind, str, st
 
 
 def describe_altered_copies(body: RunCreated) -> Iterator[str]:
-    """Describe each weight file of the version of an earlier run with which a run begins, of which the run has no
-    identical copy.
+    """Describe the weight files of which the run has no identical copy, if the run begins with a policy version of an
+    earlier run.
     """
     copies = {(Path(stored.path).name, stored.size, stored.sha256) for stored in body.policy}
     source = body.source_version

@@ -2,8 +2,8 @@
 
     full version 8 --delta of 9--> sha256 of version 9? --delta of 10--> sha256 of version 10? --> ...
 
-Each file is rebuilt once per chain, and one file is in memory at a time. A chain is checked up to its newest policy
-version whose weights were not pruned.
+A chain is a file that is stored whole, and the deltas of the versions after it. Each file is rebuilt once per chain,
+and one file is in memory at a time. A chain is checked up to its newest policy version whose weights were not pruned.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DeltaChains:
         the number of its policy version.
 
         Args:
-            is_kept: whether the weights of a policy version were not pruned.
+            is_kept: a function that returns whether the weights of a policy version were not pruned.
             finite: if true, the rebuilt weights must be finite.
         """
         kept = [number for number, known in self._known.items() if known.deltas and is_kept(number)]
@@ -78,8 +78,9 @@ class DeltaChains:
                     yield from self._check_file(number, name, finite)
 
     def is_replaced(self, version: int, stored: StoredObject) -> bool:
-        """Return whether `stored` is a delta of policy version `version` in whose place the learner stored the whole
-        file."""
+        """Return whether `stored` is a delta of policy version `version`, and the learner stored the whole file in its
+        place.
+        """
         known, name = self._known.get(version), name_of(stored).removesuffix(DELTA)
         if known is None or known.deltas.get(name) != stored:
             return False

@@ -17,11 +17,11 @@ from rollflow.storage.token_arrays import ANY_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The limits that a run's config sets for the batches that are committed while the config is in force."""
+    """The limits that a run's config sets for the batches that are committed while the config applies."""
 
-    sources: int  # prompt sources
-    groups: int  # groups per batch
-    group_size: int  # trajectories per group
+    sources: int  # number of prompt sources
+    groups: int  # number of groups per batch
+    group_size: int  # number of trajectories per group
     redundant_responses: int  # number of responses per prompt that are started in addition to `group_size`
     max_new_tokens: int
     judges_all: bool  # true: only responses that the scorer could judge are trained on
@@ -41,7 +41,7 @@ class BatchLimits:
     filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None
 
     def bound_tokens(self, episodes: int) -> float:
-        """Return the largest number of tokens that the policy may sample in this number of episodes."""
+        """Return the largest number of tokens that the policy may sample in the given number of episodes."""
         most = self.max_new_tokens if self.single_turn else self.episode_tokens
         return math.inf if most is None else episodes * most
 
@@ -56,7 +56,8 @@ class ExpectedPrompts:
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     stops: frozenset[int] = frozenset()  # tokens that end a response
-    # (source, previous epoch, its log entry, pass rates since then) -> the epoch that must follow
+    # maps a prompt source, its previous epoch, the log entry of that epoch and the pass rates since then to the next
+    # epoch
     propose_epoch: Callable[[int, EpochStarted | None, int | None, Mapping[int, PassRate]], EpochStarted] | None = None
 
 

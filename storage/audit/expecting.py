@@ -1,7 +1,7 @@
 """Tracks what an audit expects of the next log entries while the audit reads a run's log.
 
-An audit expects that batches follow the limits of the config in force, contain the right prompts, and leave no prompt
-unfinished for too long.
+An audit expects that batches follow the limits of the config under which they were formed, and contain the right
+prompts. It also expects that no prompt stays unfinished for too long.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MOST_OVERDUE = 20  # the largest number of overdue prompts that are listed
 
 
 class Expecting:
-    """The prompts and the limits of the config in force, with which an audit compares batches."""
+    """What an audit compares batches with: the run's prompts, and the limits of the config that applies to the current
+    log entry.
+    """
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
         self._limits_of, self._prompts, self._report = expected.limits, expected.prompts, report
@@ -49,7 +51,7 @@ class Expecting:
             self.limits = None
 
     def resume_config(self, run: ObjectStore, state: RunState) -> None:
-        """Use the config that was in force when an earlier audit ended; `state` is the run's state at that time."""
+        """Use the config that was current when an earlier audit ended; `state` is the run's state at that time."""
         n = state.configs[-1].entry
         try:
             self.take_config(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
@@ -127,7 +129,7 @@ def _list_some(questions: Sequence[int]) -> str:
 class OpenSince:
     """Records for each prompt in flight the number of the next batch at the time when the prompt was issued."""
 
-    batches: dict[int, int] = field(default_factory=dict)  # prompt -> batch
+    batches: dict[int, int] = field(default_factory=dict)  # maps a prompt to the number of a batch
 
     def commit(self, body: BatchCommitted, after: RunState) -> None:
         """Remove the prompts whose groups a batch committed or discarded, and add the prompts that were issued with
@@ -147,6 +149,6 @@ class OpenSince:
         late = sorted((prompt for prompt in ages if ages[prompt] > limit), key=lambda prompt: -ages[prompt])
         newest = state.next_batch
         return [
-            f"prompt {one} has had no fate since batch {newest - ages[one]}; the next batch is {newest}"
+            f"prompt {one} has been in flight since batch {newest - ages[one]}; the next batch is {newest}"
             for one in late[:MOST_OVERDUE]
         ]

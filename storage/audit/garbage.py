@@ -2,13 +2,15 @@
 
     policies/<version>/<claim>/...    trajectories/<batch>-<claim>-...    log_index/<sha256>.json
 
-- The path of an object contains its writer's claim. If a newer claim has superseded the claim, an object that no
-  entry names is garbage at once, because the superseded claim can append no more entries. Under a role's newest claim,
-  an object is never garbage, because the writer may be about to append an entry that names the object.
-- A pruned object that still exists is garbage. An object that is named and not pruned is never garbage.
+- The path of an object contains a claim: the number of the log entry by which the object's writer claimed its role. If
+  a newer process has claimed the role, an object that no entry names is garbage at once, because the older writer can
+  append no more entries. An object with the newest claim of a role is never garbage, because the writer may be about to
+  append an entry that names the object.
+- A pruned object that still exists is garbage. An object that a log entry names and that was not pruned is never
+  garbage.
 - The path of an index object contains no claim. An index object that no entry names is garbage once it is a week old.
   An unfinished write (a temporary file, a multipart upload) is garbage at the same age.
-- An object whose writer is unknown stays. If the log is damaged, no object counts as garbage.
+- An object whose writer is unknown is kept. If the log is damaged, no object counts as garbage.
 
 The log is read after the objects are listed, so an object that an entry names in the meantime is not garbage. Ages are
 measured by the store's clock.
@@ -51,7 +53,7 @@ ABANDONED = "its writer never finished writing it"
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """An object that can be removed."""
+    """A stored object or an unfinished write that can be removed as garbage."""
 
     path: str
     size: int  # bytes
@@ -122,9 +124,9 @@ def sweep(run: ObjectStore) -> int:
 class _Names:
     """The paths of all stored objects that the entries of a run's log name."""
 
-    live: set[int] = field(default_factory=set)  # entries of the newest claims
-    superseded: set[int] = field(default_factory=set)  # entries of superseded claims
-    # maps a path to the policy version and kind, if any
+    live: set[int] = field(default_factory=set)  # log entries with the newest claim of each role
+    superseded: set[int] = field(default_factory=set)  # log entries with older claims
+    # maps a path to the policy version and kind of the object; None for objects that belong to no policy version
     named: dict[str, tuple[int, Kind] | None] = field(default_factory=dict)
     pruned: set[tuple[int, Kind]] = field(default_factory=set)
     indexes: set[str] = field(default_factory=set)

@@ -82,7 +82,7 @@ def _may_leave_out(prompt: int, asked: ExpectedRows) -> bool:
 def _list_left_out(
     batch: TrajectoryBatch, left_out_R: np.ndarray, keys_R: list[GroupKey]
 ) -> Iterator[UnjudgedResponse]:
-    """Yield the record that the log must have of each response that the batch file leaves out."""
+    """Yield the record that the log must contain for each response that the batch file marks as left out."""
     samples_R, reasons_R = (batch.table[name].to_pylist() for name in ("sample", "reason"))
     for row in batch.episode_rows.tolist():
         if left_out_R[row]:

@@ -37,7 +37,7 @@ class NamedObject:
     version: int = -1
     needed: bool = True  # false: the object may be missing, because it may have been pruned
     batch: BatchCommitted | None = None
-    rules: rows.Rules | None = None  # the config's rules that were in force at the object's log entry
+    rules: rows.Rules | None = None  # the config's rules that applied to the object's log entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def _check_experts(rows: _Rows, column: pa.Array) -> Iterator[Found]:
     if wrong.size:
         row = int(wrong[0])
         what = f"{rows.length_R[row]} tokens and {count_R[row]} routed experts"
-        yield "altered", f"trajectory {rows.name(row)} has {what}, which is no whole number per token"
+        yield "altered", f"trajectory {rows.name(row)} has {what}, which is not a whole number per token"
     elif len(widths := {*(count_R // tokens_R)[valid_R].tolist()}) > 1:
         yield "altered", f"trajectories have different numbers of routed experts per token: {sorted(widths)}"
     if pc.min(column.flatten()).as_py() is not None and pc.min(column.flatten()).as_py() < -1:
@@ -235,7 +235,7 @@ def _check_roles(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 def _check_left_out(rows: _Rows, column: pa.Array) -> Iterator[Found]:
     for row, left_out in enumerate(column.to_pylist()):
         if left_out is False:
-            yield "altered", f"trajectory {rows.name(row)} is marked as not left out; only the other mark is written"
+            yield "altered", f"trajectory {rows.name(row)} is marked as not left out; only left-out ones are marked"
 
 
 CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {

@@ -27,8 +27,8 @@ class Violation:
 class RowCounts:
     """The numbers of trajectories and groups in one batch file."""
 
-    staleness: Counter[int]  # staleness -> trajectories
-    domains: Counter[str]  # domain -> groups
+    staleness: Counter[int]  # number of trajectories by staleness
+    domains: Counter[str]  # number of groups by domain
     # number of trajectories that were scored, by domain and version of the scorer
     scorers: dict[str, Counter[str]] = field(default_factory=dict)
     left_out: int = 0  # number of episodes that nobody could judge and that the learner leaves out

@@ -34,7 +34,7 @@ class Rules:
     """The values of a run's config with which the run's batches are compared."""
 
     alpha: float
-    group_size: int  # G
+    group_size: int  # number of trajectories per group
     responses: int  # number of responses that are started for a prompt, of which `group_size` are kept
     asked: ExpectedRows = NOT_ASKED
     rated: bool = False  # true: a batch's log entry must have the groups' pass rates

@@ -42,7 +42,7 @@ class TolerantFold:
     add: Callable[[ViolationKind, str, str], None]
     lost: bool = False  # true: a log entry on which the run's state depends cannot be read
     sound: bool = True  # true: every log entry so far could be applied, if necessary from its copy
-    _refused: list[int] = field(default_factory=list)  # first skipped log entry, and later invalid entries
+    _refused: list[int] = field(default_factory=list)  # the first skipped log entry, and the invalid entries after it
     _broken: list[int] = field(default_factory=list)  # log entries that name a wrong hash of the previous entry
     _unlinked: bool = False  # true: the hash that the next log entry must name is unknown
 

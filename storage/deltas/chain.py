@@ -2,8 +2,9 @@
 
     whole file of version 8 --delta of 9--> --delta of 10--> --delta of 11--> file of version 11, checked by its sha256
 
-The whole file is copied, and the deltas change the copy in place, memory-mapped, so the memory of a process holds only
-the deltas. The sha256 of the result, which the log entry of the version contains, proves the whole chain.
+The whole file is copied, and the deltas change the memory-mapped copy in place. The process therefore needs memory only
+for the deltas. The log entry of the version contains the sha256 of the result, which proves that the whole chain is
+intact.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ChainLink:
 
     version: int
     delta: StoredObject
-    file: StoredObject  # the weight file that the delta gives
+    file: StoredObject  # the weight file that results from the delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class FileChain:
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
-        """All stored objects of the chain."""
+        """All stored objects of the chain: the whole file and the deltas."""
         return (self.whole, *(link.delta for link in self.links))
 
     def begins_by(self, version: int) -> bool:
@@ -90,7 +91,8 @@ class CachedFile:
 
 
 def find_chain(version: Version, stored: StoredObject, parent_of: Callable[[Version], Version]) -> FileChain:
-    """Return the chain of a weight file of a policy version; `parent_of` returns the version before a version.
+    """Return the chain (whole file and deltas) of a weight file of a policy version; `parent_of` returns the previous
+    version.
 
     Raises:
         Corrupt: an earlier version has no weight file of this name.
@@ -120,8 +122,9 @@ def write_file(
     """Write the weight file of a chain to the new file `target`, check its sha256, and return `target`.
 
     Args:
-        earlier: the file of an earlier policy version, from which the file is rebuilt if the chain contains it.
-        keep: the folder in which the deltas are kept, for engines.
+        earlier: a local copy of the file of an earlier policy version. If the chain contains that version, the file is
+            rebuilt from this copy.
+        keep: the folder in which the deltas are kept for engines.
 
     Raises:
         Corrupt: an object that is needed is missing or damaged.

@@ -1,8 +1,8 @@
-"""Encodes which elements of an array changed, and by how much, in few bytes.
+"""Encodes the changes of an array's elements in few bytes: which elements changed, and by how much.
 
 An element is compared as an unsigned integer with the bits of the number, so the encoding is exact for every data type,
-NaN included. A small change of a floating-point number is a small change of this integer. A step of bfloat16 by the
-smallest possible amount, for example, is a change by 1 or by -1.
+NaN included. A small change of a floating-point number is a small change of this integer. For example, if a bfloat16
+number changes by the smallest possible amount, the integer changes by 1 or by -1.
 
     before  7 7 3 9 9 9 5        gaps   2 3      the number of unchanged elements before each changed element
     after   7 7 4 9 9 9 4        steps  1 -1     after - before, modulo 2^bits
@@ -27,8 +27,8 @@ Numbers = NDArray[np.unsignedinteger]
 Positions = NDArray[np.int64]
 
 LEVEL = 3  # zstd's level of compression; higher levels are slower and save almost nothing here
-RUN = 255  # number of unchanged elements for which one byte of a long gap stands
-MOST_CHANGED = 0.4  # largest fraction of changed elements of which the changes are stored
+RUN = 255  # number of unchanged elements that one byte of a long gap stands for
+MOST_CHANGED = 0.4  # if a larger fraction of the elements has changed, no changes are encoded
 
 
 @dataclass(frozen=True, slots=True)

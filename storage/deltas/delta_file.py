@@ -1,4 +1,5 @@
-"""The file format of a delta: the difference between a weight file and the parent version's file of the same name.
+"""Defines the file format of a delta: the difference between a weight file and the previous (parent) version's file of
+the same name.
 
     MAGIC | length of the header | header in JSON | streams of chunk 0 | streams of chunk 1 | ...
 
@@ -6,11 +7,11 @@ The header contains the sha256 of the parent's file and of the resulting file, a
 part of the file with elements of one size. The streams of a chunk are its changes (see `changes`), or its whole bytes
 if too many elements have changed. A chunk without a change has no streams and no entry in the header.
 
-The parent's file and the resulting file have the same size. A delta that would be larger than `MOST_SHARE` of the file
-is not made, and the file is stored whole. Besides the two files, encoding needs the memory of one chunk and of the
+The parent's file and the resulting file have the same size. If a delta would be larger than `MOST_SHARE` of the file,
+no delta is made, and the file is stored whole. Besides the two files, encoding needs the memory of one chunk and of the
 delta.
 
-No part of a delta is executed. A delta that this module did not write raises `ValueError`.
+No part of a delta is executed. Reading bytes that are not a valid delta raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rollflow.storage.deltas.elements import divide_file
 
 SUFFIX = ".delta"  # a delta is stored at the path of the weight file with this suffix
 MAGIC = b"rollflow delta 1"
-CHUNK_ELEMENTS = 1 << 20  # most elements of a chunk, so that a chunk stays in the processor's cache
+CHUNK_ELEMENTS = 1 << 20  # largest number of elements in a chunk, so that a chunk stays in the processor's cache
 MOST_SHARE = 0.5  # largest size of a delta, as a fraction of the whole file
 WHOLE = -1  # in the header, the number of changed elements of a chunk that is stored whole
 
@@ -66,7 +67,8 @@ class DeltaChunk:
         if isinstance(self.changes, bytes):
             target[self.start : self.end] = self.changes
         elif self.changes.changed:
-            # An error of these functions would keep `elements` alive, and a file in use cannot be closed.
+            # These functions are called first: an error in them would keep `elements` alive, and a file in use cannot
+            # be closed.
             where, steps = self.positions(), decode_steps(self.changes, self.width)
             elements = np.frombuffer(target, unsigned_type(self.width), self.count, self.start)
             elements[where] += steps
@@ -98,7 +100,8 @@ class WeightsDelta:
 def encode_delta(before: memoryview, parent: str, after: Sequence[memoryview]) -> tuple[WeightsDelta, bytes] | None:
     """Return the delta from `before` to `after`, and its bytes; return None if the file should be stored whole.
 
-    The function changes the writable buffer `before` into `after` on the way, also partly if it returns None.
+    The function changes the writable buffer `before` into `after`. If the function returns None, `before` may be
+    changed in part.
 
     Args:
         before: the parent's file.
@@ -151,7 +154,7 @@ def read_delta(data: memoryview) -> WeightsDelta:
 
 
 def _cut(after: Sequence[memoryview]) -> Iterator[tuple[int, int, memoryview]]:
-    """Yield the first byte, the size of an element, and the bytes of each chunk of a file.
+    """Yield for each chunk of a file: the position of its first byte, the size of an element, and the chunk's bytes.
 
     A chunk does not cross the border of two buffers, because their bytes are not adjacent in memory.
     """

@@ -1,8 +1,8 @@
 """Divides a safetensors file into stretches of elements of the same size.
 
 A safetensors file consists of eight bytes with the length of the header, the header in JSON, and the tensors. In a
-stretch, elements of the same size follow each other without a gap, across the borders of tensors. Elements must not be
-cut, so that a small change of a number is a small change of an integer. Every byte of the file is in one stretch.
+stretch, elements of the same size follow each other without a gap, across the borders of tensors. A stretch never cuts
+an element, so a small change of a number is a small change of an integer. Every byte of the file is in one stretch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ WIDTHS: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of a tensor in a safetensors file."""
+    """The position of a tensor in a safetensors file."""
 
     name: str
-    start: int  # first byte, counted from the beginning of the file
-    end: int  # the byte after the last byte
-    width: int  # bytes of an element
+    start: int  # position of the tensor's first byte, counted from the beginning of the file
+    end: int  # position of the byte after the tensor's last byte
+    width: int  # number of bytes of an element
     dtype: str  # name of the data type, for example "BF16"
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The bytes from `start` to `end` of a file, which consist of elements of `width` bytes."""
+    """The bytes from `start` to `end` of a file, which consist of elements of `width` bytes each."""
 
     start: int
     end: int
@@ -39,8 +39,7 @@ class Stretch:
 
 
 def list_tensors(data: memoryview) -> list[TensorPlace]:
-    """Return the places of all tensors of a safetensors file, in the order of their bytes; `data` may end after the
-    header.
+    """Return the positions of all tensors of a safetensors file, sorted by position; `data` may end after the header.
 
     Raises:
         ValueError: the file is not a safetensors file.

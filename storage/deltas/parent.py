@@ -1,13 +1,13 @@
-"""Stores the weights of a new policy version as deltas to the version before, the parent.
+"""Stores the weights of a new policy version as deltas: differences to the weights of the previous version, the parent.
 
     new weights --compare--> copy of the parent's weights --changes--> delta --> store
                                  |<------ the copy becomes the new weights ------+
 
 - The copy of the parent's weights is in memory, and takes as many bytes as the weight files.
-- The copy is used only if it is that of the version before, and if its sha256 is that of the published file. Without
+- The copy is used only if it belongs to the previous version, and if its sha256 is that of the published file. Without
   such a copy, files are stored whole.
-- A process that dies between the objects and the log entry leaves objects that no entry names. The next learner begins
-  with the published weights that it has restored.
+- A process that dies after it stored objects and before it appended the log entry leaves objects that no entry names.
+  The next learner begins with the published weights that it has restored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_VERSION = -1
 
 @dataclass(slots=True)
 class ParentFile:
-    """A copy of a weight file, and its sha256."""
+    """A copy of a weight file of the parent version, and the sha256 of the file."""
 
     data: bytearray
     sha256: str
@@ -68,7 +68,7 @@ class ParentWeights:
         self._version = version
 
     def begin(self, version: int) -> int:
-        """Prepare to store the weight files of policy version `version`; return the parent's version.
+        """Prepare to store the weight files of policy version `version`; return the version of the copied weights.
 
         Until `end` is called, the copies belong to no version, because storing may fail half-way.
         """

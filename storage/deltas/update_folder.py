@@ -1,4 +1,4 @@
-"""The deltas in a folder of weights, by which an engine loads only the elements that changed.
+"""Keeps deltas in a folder of weights, so that an engine can load only the elements that changed.
 
     model.safetensors                             the weight file of version 11
     deltas/00000010/model.safetensors.delta       the deltas that led to this file
@@ -40,12 +40,14 @@ def keep_delta(folder: Path, version: int, file: str, data: memoryview) -> None:
     """Write the delta by which policy version `version` changed the weight file `file` to a folder of weights."""
     path = _path(folder, version, file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # the file may be linked in another folder
+    path.unlink(missing_ok=True)  # the existing file may be linked in another folder, which must not change
     path.write_bytes(data)
 
 
 def link_deltas(source: Path, folder: Path, file: str) -> None:
-    """Link the deltas of the weight file `file` in another folder of weights; no data is copied."""
+    """Link the deltas of the weight file `file` from the folder `source` to another folder of weights; no data is
+    copied.
+    """
     for delta in (source / FOLDER).glob(f"*/{file}{DELTA}"):
         target = folder / FOLDER / delta.parent.name / delta.name
         target.parent.mkdir(parents=True, exist_ok=True)

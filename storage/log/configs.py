@@ -3,8 +3,8 @@
     entry 0         RunCreated       from version 0 on
     entry 41        ConfigChanged    from version 7 on     differences(before, after): [("versions", 6, 9)]
 
-The log holds each config as it was recorded. The run's state lists the entries of the configs (`RunState.configs`).
-The module `rules` says for which entries each config is in force.
+The run's state lists the log entries that contain the configs (`RunState.configs`). The module `rules` says to which
+log entries each config applies.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class RecordedConfig:
     config: Mapping[str, Any]
     sha256: str
     at: float  # seconds since the epoch
-    changes: tuple[Change, ...] = ()  # empty for the first config
+    changes: tuple[Change, ...] = ()  # the changed keys; empty for the first config
     who: str = ""
 
     @classmethod
     def of(cls, entry: Entry) -> RecordedConfig:
-        """Read the config of an entry."""
+        """Read the config that a log entry contains; raise `Corrupt` if the entry contains none."""
         match entry.body:
             case RunCreated() as body:
                 return cls(entry.n, 0, body.config, body.config_sha256, entry.at)

@@ -1,12 +1,12 @@
-"""The entries of a run's log. Log entries are numbered and immutable, and each entry contains the hash of the previous
-entry.
+"""Defines the entries of a run's log. Log entries are numbered and immutable, and each entry contains the hash of the
+previous entry.
 
     log/0000000041.json   {"n": 41, "prev": sha256 of entry 40, "id": ..., "role": "scheduler", "claim": 37,
                            "version": 12, "batch": 14, "at": ..., "body": {"kind": "batch-committed", ...}, "seal": ...}
 
-Because of these hashes, an altered, swapped or inserted entry is detected. The seal of an entry detects damage to the
-entry itself.
-Each entry holds the newest version and the number of the next batch, so a version can be found by bisection.
+Because of these hashes, an altered, swapped or inserted entry is detected. The member `seal` is a checksum (the sha256
+of the other members), which detects damage to the entry itself. Each entry contains the newest policy version and the
+number of the next batch, so the log entry of a version can be found by bisection.
 
 An entry is small. Long lists (thousands of groups, hundreds of objects) are stored in an index object,
 `log_index/<sha256>.json`, which is written before the entry that names it.
@@ -43,7 +43,7 @@ class TrainedGroup(NamedTuple):
 
     @property
     def key(self) -> GroupKey:
-        """The key of its dispatch."""
+        """The key of the dispatch (attempt to answer a prompt) that generated the group."""
         return GroupKey(self.prompt, self.attempt)
 
 
@@ -63,8 +63,9 @@ class SourceVersion:
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """The body of entry 0. The field `config` is the run's whole config, and `sources` is the number of prompt sources
-    in the config."""
+    """The body of log entry 0, which creates the run. The field `config` is the run's whole config, and `sources` is
+    the number of prompt sources in the config.
+    """
 
     run_id: str
     config: Mapping[str, Any]
@@ -209,7 +210,7 @@ class ConfigChanged:
     """Changes the run's config, beginning with `version`, the next policy version to be trained. The field `changes`
     lists the config keys that differ.
 
-    The module `rules` says for which log entries a changed config is in force.
+    The module `rules` says to which log entries a changed config applies.
     """
 
     version: int
@@ -234,7 +235,8 @@ class Entry:
     prev: str  # sha256 of the previous log entry; "" for log entry 0
     id: str  # the id of the append, which stays the same if the append is retried
     role: Role
-    claim: int  # number of the log entry by which the writer claimed its role; such an entry names its own number
+    # number of the log entry by which the writer claimed its role; an entry that claims a role contains its own number
+    claim: int
     version: int  # the newest policy version after this log entry; -1 if there is none
     batch: int  # the number of the next batch after this log entry
     at: float  # seconds since the epoch, by the clock of the process that wrote the log entry
@@ -264,7 +266,7 @@ class EncodedEntry:
 
 
 def entry_path(n: int) -> str:
-    """Return the path of entry `n`."""
+    """Return the path of log entry `n`."""
     return f"{FOLDER}/{n:010d}.json"
 
 
@@ -277,7 +279,8 @@ def entry_number(path: str) -> int | None:
 def encode(entry: Entry) -> EncodedEntry:
     """Encode a log entry as bytes; the lists of a large log entry move to a separate index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
-    for name in ("unjudged", "deltas", "source_version"):  # earlier releases wrote no such field
+    # an empty field is left out, because earlier releases did not write these fields
+    for name in ("unjudged", "deltas", "source_version"):
         if not tree["body"].get(name, True):
             del tree["body"][name]
     data = seal_tree(tree)
@@ -336,14 +339,14 @@ def open_sealed(data: bytes) -> dict[str, Any]:
     """Decode JSON that ends with the sha256 of its members; raise `ValueError` if the JSON was altered."""
     tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
-        raise ValueError("the object was altered: its seal does not match its content")
+        raise ValueError("the object was altered: its checksum (seal) does not match its content")
     return tree
 
 
 def _loads(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except RecursionError as error:  # no entry is nested this deep
+    except RecursionError as error:  # rollflow writes no entry that is nested this deep
         raise ValueError("the object's JSON is nested too deep") from error
 
 

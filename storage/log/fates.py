@@ -1,4 +1,4 @@
-"""The rules of the log for an issued prompt: its group of responses is either discarded, or committed in a batch and
+"""Defines the log's rules for an issued prompt: its group of responses is either discarded, or committed in a batch and
 trained on.
 """
 

@@ -1,7 +1,7 @@
 """Collects the pass rates of prompts (the share of correct responses) from a range of a run's log.
 
-If several groups of responses to a prompt have been generated, the pass rate of the newest group counts. The pass rates
-of groups in a voided batch do not count.
+If several groups of responses to a prompt have been generated, the pass rate of the newest group is used. The pass
+rates of groups in a voided batch are not used.
 """
 
 from __future__ import annotations

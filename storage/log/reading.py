@@ -1,7 +1,7 @@
 """Reads a long range of log entries by number, several entries at a time.
 
-    for n, found in entries(run, first): ...      bytes, `LogGap` (missing entries before an existing one) or `Corrupt`
-    for entry in written(log, first, last): ...   parsed entries of an open log
+    for n, found in read_entries(run, first): ...        bytes, `LogGap` (missing entries from n on) or `Corrupt`
+    for entry in iterate_written(log, first, last): ...  parsed entries of an open log
 
 `read_entries` is for audit and garbage collection: it yields the stored bytes, parses nothing and reads no snapshot.
 """
@@ -42,7 +42,7 @@ def read_entries(
     yielded.
 
     Args:
-        to_the_last: if true, the log's folder is listed to find the last log entry, which may take long. If
+        to_the_last: if true, the log's folder is listed to find the last log entry, which may take a long time. If
             `to_the_last` is false, on a local disk only the next `AHEAD` entry numbers are looked up, and a longer gap
             counts as the end of the log.
     """

@@ -3,11 +3,11 @@
 Weights are kept for the newest `keep_last` versions and for every `keep_every`-th version, including version 0. The
 learner's state is kept for the newest version, for version 0, and for the *base* of each version with kept weights. The
 base of a version is the newest earlier version that stored the learner's state, and its weights are also kept, so that
-a replay can train again from the base. An object that is not needed once is never needed later.
+a replay can train again from the base. An object that is not needed at one time is never needed later.
 
 A version whose weights are stored as a delta needs the weights of the version before. With `full_every` = k, the
 weights of every k-th version are stored whole (a *full* version). So the weights of a version are kept together with
-those of all earlier versions down to the newest full version.
+the weights of all earlier versions back to the last full version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Retention:
         return version - version % self.full_every
 
     def _needs_weights(self, version: int, latest: int) -> bool:
-        """Return whether somebody may ask for the weights of this policy version itself."""
+        """Return whether the weights of this policy version are needed by themselves, and not only to rebuild later
+        versions.
+        """
         return self.keeps(version, latest) or version in (0, latest) or self._is_base(version, latest)
 
     @property

@@ -1,5 +1,5 @@
-"""The rules of a run's log. A run's state is computed by applying the log's entries in order, and the function `apply`
-alone decides which entry may come next.
+"""Defines the rules of a run's log. A run's state is computed by applying the log's entries in order. The function
+`apply` alone decides which entry may come next.
 
     state = apply(state, entry)        a pure function; `EntryRefused` says why an entry cannot follow
 
@@ -7,22 +7,24 @@ A writer applies an entry before appending it. A reader applies each entry in tu
 The rules keep these invariants:
 
 - One writer: an entry is valid only under the newest claim of the writer's role. A role is claimed under the newest
-  supervisor's claim, and on that supervisor's cluster. A claim stays valid when the supervisor changes.
-- Exactly once: a dispatch is *open* from its issue until it is committed or discarded. The prompts of a source are
-  issued in order. A discarded prompt is issued again, as the next attempt, if the discard reason allows another
-  attempt.
+  supervisor's claim, and on that supervisor's cluster. The claim of a learner or a scheduler stays valid when a new
+  supervisor takes over.
+- Exactly once: a dispatch (attempt to answer a prompt) is *open* from its issue until it is committed or discarded. The
+  prompts of a source are issued in order. A discarded prompt is issued again, as the next attempt, if the discard
+  reason allows another attempt.
 - Epochs: a source that skips solved questions issues no prompt beyond the end of its newest epoch. Its epochs follow
   each other without a gap, and each epoch asks or skips the same number of questions.
-- Freshness: every group of batch b was started under a version >= b - alpha, and no token of the group comes from a
-  version that did not exist.
+- Freshness: every group of batch b was started under a version >= b - alpha (alpha is the config key `async_ratio`),
+  and no token of the group comes from a version that did not exist when the batch was committed.
 - Order: version v is trained on batch v - 1, as committed by the newest entry of that batch. A batch that was trained
   on cannot be voided.
-- Config: a change holds for all later entries until the next change. Version v is trained under the config in force at
-  the version's entry, and batch b is formed under the config in force at the batch's entry. A change ends the claims of
-  scheduler and learner, so these roles must claim again, and read the new config, before they append another entry. A
-  waiting batch is trained under the new config. So the keys in `FORMED`, by which batches are formed, cannot change
-  while a batch waits, and the new alpha must allow the versions under which the waiting batch's groups were started. No
-  version is withdrawn, and the keys in `FIXED`, on which earlier entries depend, never change.
+- Config: a changed config applies to all later entries until the next change. Version v is trained under the config
+  that applies to the version's entry, and batch b is formed under the config that applies to the batch's entry. A
+  change ends the claims of scheduler and learner, so their processes must claim the roles again, and read the new
+  config, before they append another entry. A waiting batch is trained under the new config. So the keys in `FORMED`, by
+  which batches are formed, cannot change while a batch waits, and the new alpha must allow the versions under which the
+  waiting batch's groups were started. No version is withdrawn. The keys in `FIXED` never change, because earlier
+  entries depend on them.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def build_deposed(state: RunState, role: Role) -> Deposed:
     return Deposed(f"the run has another {role} now ({_who(state, role)}); this {role} stops")
 
 
-# --- one rule for each kind of entry ---------------------------------------------------------------------------
+# --- one rule for each kind of log entry -----------------------------------------------------------------------
 
 
 def _create(s: RunState, body: RunCreated) -> None:
@@ -268,7 +270,7 @@ def _start_epoch(s: RunState, body: EpochStarted) -> None:
     )
     _need(
         all(0 <= one < questions for one in skipped) and all(a < b for a, b in pairwise(skipped)),
-        f"epoch {body.number} of source {body.source} skips questions that do not exist, or not in ascending order",
+        f"epoch {body.number} of source {body.source} skips questions that do not exist, or lists them unsorted",
     )
     s.epochs[body.source] = EpochPlace(s.n, body.number, body.end, body.asked, len(skipped))
 
@@ -376,7 +378,7 @@ def _prune(s: RunState, body: Pruned) -> None:
 
 
 def _forget_kept(s: RunState) -> None:
-    """Remove those objects of old policy versions from the run's state that are kept forever."""
+    """Remove from the run's state those objects of old policy versions that are kept forever."""
     oldest = s.version - s.retention.window
     for version in [version for version in s.held if version < oldest]:
         left = {k: n for k, n in s.held[version].items() if not s.retention.is_needed(k, version, s.version)}

@@ -1,5 +1,5 @@
-"""A run's log is a sequence of numbered entries, each of which is created atomically. If records of a run disagree, the
-run's log is right.
+"""Defines a run's log: a sequence of numbered entries, each of which is created atomically. If other records of the run
+disagree with the log, the log is right.
 
     append   state --decide--> entry n + 1 --create--> stored, and so are all objects that it names
                 ^                       |
@@ -8,9 +8,9 @@ run's log is right.
 - The writer of entry n has read all entries before it: a writer tries number n + 1 only after *reading* entry n. A free
   number does not prove that every lower number has an entry.
 - All tries of one append use the same id. The data object of an append is written once, and only the entry is retried.
-- A reader folds every entry that it reads. A refused, damaged or missing entry stops the reader with an error that
-  names the entry, so no process appends after a gap. A damaged entry is read from its segment if the next entry
-  names the hash of this copy.
+- A reader applies every entry that it reads to the run's state. A refused, damaged or missing entry stops the reader
+  with an error that names the entry, so no process appends after a gap. A damaged entry is read from its copy in a
+  segment, if the next entry names the hash of this copy.
 - An append does not read the log first: if other entries came first, `create` fails with a conflict.
 """
 
@@ -370,7 +370,9 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The writer of a claimed role. If another process claims the role, `append` and `check` raise `Deposed`."""
+    """Appends log entries for the process that claimed a role. If another process claims the role, `append` and `check`
+    raise `Deposed`.
+    """
 
     log: Log
     role: Role

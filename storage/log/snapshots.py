@@ -1,13 +1,13 @@
-"""Writes snapshots of a run's state, which make opening the log fast, and segments (files with copies of log entries),
-from which damaged log entries are restored.
+"""Writes snapshots and segments of a run's log. A snapshot contains the run's state, so that the log can be opened
+fast. A segment contains copies of log entries, from which damaged entries are restored.
 
-    log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed
+    log_snapshots/<n>-<hash of entry n>.json     the state after entry n, with a checksum
     log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim
 
-Both are written after every EVERY-th entry, in the background, by the process that appended the entry, or by the next
-process that opens the log and finds them missing. A snapshot that cannot be read, or that was written by another
-version of the fold, is ignored. Only the newest snapshots are kept. No decision of a run depends on snapshots or
-segments.
+Snapshots and segments are written in the background after every EVERY-th entry, by the process that appended the entry.
+If they are missing, the next process that opens the log writes them. A snapshot that cannot be read, or that was
+written under another version of the log's rules, is ignored. Only the newest snapshots are kept. No decision of a run
+depends on snapshots or segments.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class GroupTooOld(EntryRefused, Stale):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The owner of a role."""
+    """The process that has claimed a role."""
 
     entry: int
     under: int | None
@@ -96,7 +96,9 @@ class RunTotals:
         return RunTotals(*counters, self.surplus_tokens, self.rows)
 
     def count(self, fate: str, tokens: int) -> None:
-        """Count one more dispatch of a prompt that ended as `fate` says, with the number of response tokens."""
+        """Count one more dispatch (attempt to answer a prompt) that ended as `fate` says, and count its response
+        tokens.
+        """
         self.groups[fate] += 1
         self.tokens[fate] += tokens
 
@@ -108,7 +110,7 @@ class RunState:
     n: int = -1
     sha256: str = ""  # the hash of log entry n
     run_id: str = ""
-    configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last config is in force
+    configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last config is the current one
     fixed: str = ""  # hash of the config keys that never change during a run
     formed: dict[str, Any] = field(default_factory=dict)  # values of the config keys in `rules.FORMED`
     alpha: float = 0.0
@@ -133,7 +135,7 @@ class RunState:
     voids: int = 0
     # number of batches since the newest policy version that were voided because of a NaN or an infinity
     not_finite: int = 0
-    # maps a prompt that was not trained on yet to the number of the prompt's batches with a NaN or an infinity
+    # maps a prompt that was not trained on yet to how many of its batches were voided because of a NaN or an infinity
     redraws: dict[int, int] = field(default_factory=dict)
     # maps a policy version, and each kind of its objects that will be pruned, to the entry that published the version
     held: dict[int, dict[Kind, int]] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class RunState:
         return next(place.entry for place in reversed(self.configs) if place.version <= max(version, 0))
 
     def config_at(self, n: int) -> int:
-        """Return the number of the log entry with the config that was in force when log entry `n` was appended."""
+        """Return the number of the log entry with the config that was current when log entry `n` was appended."""
         return next(place.entry for place in reversed(self.configs) if place.entry <= n)
 
     @property

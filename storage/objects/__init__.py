@@ -12,7 +12,7 @@ def open_store(uri: str, patience: float | None = None) -> ObjectStore:
     """Open the store that `uri` names: `s3://bucket/prefix`, `memory://name`, or a local folder.
 
     The argument `patience` is the time in seconds for which a request to an unresponsive store is retried; the default
-    is some minutes.
+    is a few minutes.
 
     A backend's module is imported only when the backend is used, so a local run never loads s3fs.
     """
@@ -38,7 +38,7 @@ def open_store(uri: str, patience: float | None = None) -> ObjectStore:
 
         return MemoryStore(root)
     raise ConfigError(
-        f"store.uri = {uri!r} is no folder and names no known kind of store; use a folder, "
+        f"store.uri = {uri!r} is not a folder, and not a known kind of store; use a folder, "
         "s3://bucket/prefix or memory://name"
     )
 

@@ -3,8 +3,8 @@ The suite `tests/contracts/test_objects.py` tests the guarantees of a store on e
 
 The method `create` is an atomic put-if-absent: one of several racing writers succeeds, and the others get `Conflict`.
 The method `put` replaces an object atomically. A reader sees a whole object or no object. A completed write survives a
-power cut, as far as the backend can ensure it. A read after a completed write sees that write, because listings and
-existence are not cached.
+power cut, as far as the backend can ensure it. A read after a completed write sees that write, because a store does not
+cache listings or the existence of objects.
 
 A store contains only an address and options, so it can be pickled and shared by threads. An object path has no empty,
 `.` or `..` part, so no path leads out of the store. An invalid path raises `ValueError`.
@@ -68,7 +68,8 @@ def check_path(path: str) -> str:
 class ObjectStore(ABC):
     """A store of named byte strings. The module's docstring lists the guarantees of every object store."""
 
-    patience: float | None = None  # seconds for which a request to an unresponsive store is retried; None: some minutes
+    # seconds for which a request to an unresponsive store is retried; None: a few minutes
+    patience: float | None = None
 
     @property
     @abstractmethod
@@ -106,11 +107,11 @@ class ObjectStore(ABC):
 
         Args:
             content: a function that returns the content of the object `path`, given the sha256 of `data`.
-            file: a path that was never used; a failed call may leave an incomplete file at this path.
+            file: a path that was never used before. A failed call may leave an incomplete file at this path.
 
         Raises:
-            Conflict, StoreFailed, Unreachable: as in `create`. If `Conflict` is raised after `content` was called, the
-                complete object `file` is stored durably.
+            Conflict, StoreFailed, Unreachable: the same errors as those of `create`. If `Conflict` is raised after
+            `content` was called, the complete object `file` is stored durably.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))
@@ -122,14 +123,16 @@ class ObjectStore(ABC):
 
         Raises:
             Missing: the object does not exist.
-            Unreachable: the object cannot be read now, but may be undamaged; every method that reads may raise this
-            error.
+            Unreachable: the object cannot be read now, but may be undamaged. Every method that reads may raise this
+                error.
             Corrupt: the bytes that were read differ from the written bytes; only a store with checksums detects this.
         """
 
     @abstractmethod
     def fetch(self, path: str, file: Path) -> str:
-        """Copy the object into a new local file in chunks; return the object's sha256. Raises the errors of `get`."""
+        """Copy the object into a new local file in chunks; return the object's sha256. The method raises the same
+        errors as `get`.
+        """
 
     @abstractmethod
     def stat(self, path: str) -> ObjectStat:
@@ -177,8 +180,8 @@ class ObjectStore(ABC):
 
     @property
     def waits(self) -> str:
-        """A description of this process's oldest pending request, if the request has waited for a long time, else
-        ""."""
+        """A description of this process's oldest pending request, or "" unless that request has waited for a long time.
+        """
         return ""
 
     def local_path(self, path: str) -> Path | None:

@@ -3,7 +3,7 @@ succeeds.
 
 An object is written to a locked temporary file in the folder `.tmp`, synced, and then named in one step: `create` makes
 a hard link, which fails if the name exists, and `put` renames the file. The folder of the object is synced last, so
-that a completed write survives a power cut. A temporary file without a lock was left by a killed process.
+that a completed write survives a power cut. A temporary file that no process has locked was left by a killed process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class LocalStore(ObjectStore):
 
     root: Path
     scratch: Path | None = field(default=None, compare=False)  # the folder of temporary files, which child stores share
-    _synced: set[Path] = field(default_factory=set, init=False, compare=False, repr=False)  # folders with synced names
+    # folders whose names this process has synced to the disk
+    _synced: set[Path] = field(default_factory=set, init=False, compare=False, repr=False)
 
     @property
     def uri(self) -> str:
@@ -137,7 +138,7 @@ class LocalStore(ObjectStore):
             return iter(sorted(name for name in names if name > after))
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """List folders. A folder in the list may be empty while the folder's first object is being written."""
+        """List the folders below `prefix`. A listed folder may be empty while its first object is being written."""
         top = self.local_path(prefix)
         try:
             return sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and entry.name != SCRATCH)
@@ -151,7 +152,8 @@ class LocalStore(ObjectStore):
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
         for path in sorted(self._scratch.glob(f"[!{TURN[0]}]*")):
-            with contextlib.suppress(FileNotFoundError):  # the write finished while the folder was listed
+            # the file is gone, because its write finished while the folder was listed
+            with contextlib.suppress(FileNotFoundError):
                 found = path.stat()
                 yield UnfinishedWrite(f"{SCRATCH}/{path.name}", found.st_size, found.st_mtime)
 
@@ -332,7 +334,7 @@ def _name_conflict(target: Path) -> Conflict:
     for the name.
     """
     _sync_name(target)
-    return Conflict(f"{target} exists")
+    return Conflict(f"{target} exists already")
 
 
 def _sync_name(created: Path) -> None:

@@ -1,4 +1,4 @@
-"""An object store in this process's memory, for tests and simulation.
+"""Defines an object store in this process's memory, for tests and simulation.
 
 All in-memory stores of the same name in one process share their objects, in all threads. Two processes share no store.
 """
@@ -43,7 +43,7 @@ class MemoryStore(ObjectStore):
         key, body = self._key(path), b"".join(split_buffers(data))
         with _LOCK:
             if key in _OBJECTS:
-                raise Conflict(f"memory://{key} exists")
+                raise Conflict(f"memory://{key} exists already")
             _OBJECTS[key] = (body, time.time())
 
     def get(self, path: str) -> bytes:

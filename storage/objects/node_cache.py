@@ -2,15 +2,16 @@
 
     present? --no--> lock the store's cache --> present now? --no--> make room --> `fill` a temporary folder --> rename
 
-- If several processes of a node request a folder, one process fills the folder and the others wait.
+- If several processes of a machine request a folder, one process fills the folder and the others wait.
 - A folder gets its name only when it is complete. Incomplete folders of killed processes are removed when the next
   folder is filled.
-- A folder stays while a living process uses it. The number of unused folders of all stores is limited, and the least
+- A folder is kept while a living process uses it. The number of unused folders of all stores is limited, and the least
   recently used folders are removed first. If the disk is too full for a new folder, every unused folder is removed.
-- No file is synced, so a power cut may truncate files. A folder from before the node's last boot is not used.
+- No file is synced to the disk, so a power cut may truncate files. A folder that was filled before the machine's last
+  boot is not used.
 
-Locks are the kernel's (`flock`), which releases the locks of a dead process. The cache folder must be on a local disk,
-or on a file system with such locks.
+The locks are file locks of the kernel (`flock`), which releases the locks of a dead process. The cache folder must be
+on a local disk, or on a file system that supports such locks.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class NodeCache:
         """
         try:
             return self._hold(self._mine / name, fill, whole)
-        except OSError as error:  # the folder may be intact, for example if this process has too many open files
+        except OSError as error:  # the cached folder may be intact, for example if this process has too many open files
             raise Unreachable(
                 f"the cache folder {self._cache} cannot be used now ({error.strerror or error})"
             ) from error

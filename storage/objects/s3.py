@@ -1,4 +1,4 @@
-"""Stores objects in an S3 bucket. Nothing is cached, and every read is checked against the sha256 in the object's
+"""Stores objects in an S3 bucket. No object is cached, and every read is checked against the sha256 in the object's
 metadata.
 
 The method `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A
@@ -43,7 +43,7 @@ from rollflow.storage.objects.s3_requests import (
 )
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
-READS = 3  # an object whose bytes do not match their hash in this many reads is corrupt
+READS = 3  # number of times that an object is read; if its bytes never match their hash, the object is corrupt
 FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 SKEWED = "RequestTimeTooSkewed"
 
@@ -84,7 +84,7 @@ class S3Store(ObjectStore):
                 if writer == token:
                     return
                 if writer is not None or code_of(error) in REFUSED:
-                    raise Conflict(f"{self.uri}/{path} exists") from error
+                    raise Conflict(f"{self.uri}/{path} exists already") from error
                 raise
 
     def get(self, path: str) -> bytes:

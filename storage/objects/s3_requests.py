@@ -2,8 +2,8 @@
 a random pause, whose upper limit doubles with each try.
 
 A request is retried if it was throttled, timed out, lost its connection, failed in the server or was answered
-incompletely. A caller must ensure that a repeated request is idempotent, or recognise that the first try has succeeded.
-Credentials, region and endpoint come from the standard AWS environment variables and files.
+incompletely. A caller must ensure that its requests are idempotent, or must detect after a failure that an earlier try
+has succeeded. Credentials, region and endpoint come from the standard AWS environment variables and files.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ async def _await_end(tasks: Any) -> None:
 
 
 def cut_parts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Split buffers into pieces of `size` bytes without copying; the last piece may be shorter."""
+    """Split buffers into pieces of `size` bytes without copying them; the last piece may be shorter."""
     run: list[memoryview] = []
     room = size
     for part in parts:

@@ -1,6 +1,6 @@
-"""Stores run times of correct programs, from which the adaptive deadlines of test cases are computed:
-`case_anchors/<section>.json` for each scorer. A restarted reward actor (the Ray actor that scores responses) reads the
-stored run times; otherwise, deadlines would begin again at the maximum.
+"""Stores run times of correct programs, one object `case_anchors/<section>.json` for each scorer. The adaptive
+deadlines of test cases are computed from these run times. A restarted reward actor (the Ray actor that scores
+responses) reads the stored run times; otherwise, deadlines would begin again at the maximum.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class CaseAnchors:
     false_kills: int = 0
 
     def list_row(self, row: str) -> Mapping[int, float]:
-        """Return the longest run times of correct programs for each test case of a row; a case without a correct
-        program has none."""
+        """Return the longest run time of correct programs for each test case of a row; a test case without a correct
+        program is left out.
+        """
         return self.rows.get(row, {})
 
     def raise_row(self, row: str, seconds: Mapping[int, float]) -> None:
-        """Raise the longest run times of a row's test cases to the given seconds, rounded up to 10 ms; no run time is
-        lowered."""
+        """Raise the longest run times of a row's test cases to the given seconds, rounded up to 10 ms. No run time is
+        lowered.
+        """
         for case, measured in seconds.items():
             known = self.rows.setdefault(row, {})
             known[case] = max(math.ceil(measured * 100) / 100, known.get(case, 0.0))
@@ -61,7 +63,7 @@ class CaseAnchors:
         }
 
     def encode(self) -> bytes:
-        """Return the record as JSON."""
+        """Return the run times and counts as JSON."""
         return json.dumps(
             {"rows": self.rows, "kills": self.kills, "rechecked": self.rechecked, "false_kills": self.false_kills}
         ).encode()

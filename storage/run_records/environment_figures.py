@@ -1,10 +1,10 @@
-"""Stores what happened in the environments of a run, by kind of environment: one object, `environments/<writer>.json`,
-for each supervisor that has read the figures from the run's rollout actor.
+"""Stores counters of what happened in the environments of a run (figures), by kind of environment. There is one object,
+`environments/<writer>.json`, for each supervisor that has read the figures from the run's rollout actor.
 
 The figures are only shown to users. The figures of a process may be measured several times, even by several
-supervisors. No figure of a process ever shrinks, so the largest measurement of each figure counts. The sums therefore
-stay right if a measured process or a supervisor is restarted. What happens in a process after its last measurement is
-not counted.
+supervisors. No figure of a process ever decreases, so only the largest measured value of each figure is used. The sums
+therefore stay right if a measured process or a supervisor is restarted. What happens in a process after its last
+measurement is not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = "environments"
 
 
 class EnvironmentUse(NamedTuple):
-    """The figures of the environments of one kind that one process has used, by name. The field `process` is an id of
+    """The figures (counters by name) of all environments of one kind in one process. The field `process` is an id of
     the process that is unique over all machines and times.
     """
 
@@ -34,12 +34,12 @@ class EnvironmentUse(NamedTuple):
 
 @dataclass
 class EnvironmentUses:
-    """The figures of a run's processes, by process and by kind of environment."""
+    """The figures (counters by name) of a run's environments, by process and by kind of environment."""
 
     seen: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def note(self, uses: Iterable[EnvironmentUse]) -> None:
-        """Add measured figures; the largest measurement of each figure counts."""
+        """Add measured figures; the largest measured value of each figure is kept."""
         for process, kind, figures in uses:
             known = self.seen.setdefault(process, {}).setdefault(kind, {})
             known |= {name: max(value, known.get(name, 0.0)) for name, value in figures.items()}

@@ -1,5 +1,5 @@
-"""Stores why episodes could not continue from their stored turns after a crash: `episode_restarts/<claim>-<n>.json`.
-The policy generates turns again that could not be restored.
+"""Stores the reasons why episodes could not continue from their stored turns after a crash, as objects
+`episode_restarts/<claim>-<n>.json`. Turns that could not be restored are generated again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ FOLDER = "episode_restarts"
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRestart:
-    """An episode, the number of the first turn that the policy generated again, and the reason."""
+    """An episode that could not be restored in full: the number of the first turn that the policy generated again, and
+    the reason.
+    """
 
     prompt: int
     attempt: int
@@ -40,7 +42,7 @@ def store_restarts(run: ObjectStore, claim: int, number: int, restarts: Sequence
 
 
 def read_restarts(run: ObjectStore) -> list[EpisodeRestart]:
-    """Return all records that can be read, oldest first."""
+    """Return all stored restarts that can be read, oldest first."""
     found = list[EpisodeRestart]()
     for path in sorted(run.list(FOLDER)):
         try:

@@ -1,5 +1,5 @@
-"""Stores the finished turns (generations of the policy) of running episodes: `turns/<claim>-<number>.jsonl`. After a
-crash, a new scheduler continues each episode from its last stored turn.
+"""Stores the finished turns (generations of the policy) of running episodes in files `turns/<claim>-<number>.jsonl`.
+After a crash, a new scheduler continues each episode from its last stored turn.
 
 Each file has turns of many episodes and snapshots of environments, one per line; the first line is the SHA-256 of the
 other lines. If a file is missing or damaged, the turns in the file are generated again.
@@ -25,7 +25,8 @@ FOLDER = "turns"
 
 @dataclass(frozen=True, slots=True)
 class TurnKey:
-    """The place of a turn: its group, the number of the episode in the group, and the number of the turn."""
+    """The key of a turn: its group, the number of the episode in the group, and the number of the turn in the episode.
+    """
 
     group: GroupKey
     sample: int
@@ -36,8 +37,8 @@ class TurnKey:
 class FinishedTurn:
     """A finished turn, which has the T tokens that the policy sampled, their log-probs (nats) and policy versions.
 
-    The field `request` is a hash of everything that decides the generation, such as the context, except for the
-    weights. The field `started_version` is the policy version under which the request started.
+    The field `request` is a hash of everything but the weights that determines the generation, such as the context. The
+    field `started_version` is the policy version under which the request started.
     """
 
     key: TurnKey
@@ -50,7 +51,7 @@ class FinishedTurn:
 
     @property
     def digest(self) -> str:
-        """A hash of what the policy generated."""
+        """A hash of the tokens that the policy generated, with their log-probs and policy versions."""
         return hash_parts(self.tokens.data, self.logprobs.data, self.versions.data)
 
 
@@ -68,7 +69,8 @@ class EnvironmentSnapshot:
     """A snapshot of an episode's environment, and all events in the episode since the previous snapshot.
 
     `key.turn` is the number of turns before the snapshot, and `number` counts the snapshots of the episode. `parent` is
-    the digest of the previous snapshot, or "" for the first one. `basis` is a hash of what the episode began with.
+    the digest of the previous snapshot, or "" for the first one. `basis` is a hash of the prompt, the limits and the
+    seed with which the episode began.
     """
 
     key: TurnKey
@@ -88,7 +90,7 @@ Record = FinishedTurn | EnvironmentSnapshot
 
 
 class _TurnLine(NamedTuple):
-    """The line of a turn. The token arrays are stored as the bytes of their numbers."""
+    """The line of a file that stores a turn. The token arrays are stored as the bytes of their numbers."""
 
     prompt: int
     attempt: int
@@ -103,7 +105,7 @@ class _TurnLine(NamedTuple):
 
 
 class _SnapshotLine(NamedTuple):
-    """The line of a snapshot."""
+    """The line of a file that stores a snapshot of an environment."""
 
     prompt: int
     attempt: int
@@ -134,13 +136,13 @@ def turns_path(claim: int, number: int) -> str:
 
 
 def encode_turns(records: Sequence[Record]) -> bytes:
-    """Return the content of a file with these turns and snapshots."""
+    """Return the content of a file with the given turns and snapshots."""
     lines = "".join(map(_encode, records)).encode()
     return hashlib.sha256(lines).hexdigest().encode() + b"\n" + lines
 
 
 def decode_turns(data: bytes) -> list[Record]:
-    """Return the turns and snapshots of a file.
+    """Parse the content of a file, and return its turns and snapshots.
 
     Raises:
         Corrupt: the file is damaged.

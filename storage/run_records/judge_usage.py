@@ -1,6 +1,6 @@
-"""Stores how much a judge (a language model that scores responses) was used: `judge_usage/<section>.json` for each
-judge. A restarted reward actor continues to count from the stored numbers, so that the token budget of a judge covers
-the whole run.
+"""Stores how much each judge (a language model that scores responses) was used, as `judge_usage/<section>.json`. A
+restarted reward actor continues to count from the stored numbers, so that the token budget of a judge covers the whole
+run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class JudgeUsage:
     tokens: NonNegativeInt = 0
 
     def encode(self) -> bytes:
-        """Return the record as JSON."""
+        """Return the counters as JSON."""
         return json.dumps(asdict(self)).encode()
 
 

@@ -1,6 +1,6 @@
-"""Stores counts of what happened in the sandboxes of a run: one object, `sandboxes/<writer>.json`, for each supervisor.
-The counts are only shown to users. If a process was measured several times, the measurement with the most events
-counts, so that the sums stay right after a restart.
+"""Stores counters of what happened in the sandboxes of a run: one object, `sandboxes/<writer>.json`, for each
+supervisor. The counters are only shown to users. If a process was measured several times, only the measurement with the
+most events is used. The sums therefore stay right after a restart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import ObjectStore
 
 FOLDER = "sandboxes"
-KILLS = ("timeout", "memory", "processes", "output", "folder")  # ends of programs that were killed at a limit
+KILLS = ("timeout", "memory", "processes", "output", "folder")  # names of the limits at which programs are killed
 # Programs are counted by their time: bucket n has the times from SHORTEST * GROWTH ** (n - 1) to SHORTEST * GROWTH ** n
 BUCKETS, SHORTEST, GROWTH = 160, 0.001, 1.1
 Key = TypeVar("Key", str, int)
@@ -55,7 +55,7 @@ class SandboxFigures:
         return self.started + self.renewed + self.failures + self.programs + sum(self.replaced.values())
 
     def find_quantile(self, share: float) -> float | None:
-        """Return the wall seconds that the fraction `share` of the programs did not exceed; the error is about 5%.
+        """Return the wall seconds that the fraction `share` of the programs did not exceed, with an error of about 5%.
         Return None if no program has ended.
 
         Times below 1 ms count as 1 ms.
@@ -68,7 +68,7 @@ class SandboxFigures:
         return None
 
     def __add__(self, other: SandboxFigures) -> SandboxFigures:
-        """Return the sums of two processes' figures."""
+        """Return the sums of the counters of two processes."""
         return SandboxFigures(
             self.started + other.started,
             self.renewed + other.renewed,
@@ -89,8 +89,8 @@ def find_bucket(seconds: float) -> int:
 
 
 class SandboxUse(NamedTuple):
-    """The figures of the sandboxes of one kind that one process has used. The field `process` is an id of the process
-    that is unique over all machines and times.
+    """The counters of all sandboxes of one kind in one process. The field `process` is an id of the process that is
+    unique over all machines and times.
     """
 
     process: str
@@ -100,26 +100,26 @@ class SandboxUse(NamedTuple):
 
 @dataclass
 class SandboxUses:
-    """The figures of a run's processes, by process and by kind of sandbox."""
+    """The counters of a run's sandboxes, by process and by kind of sandbox."""
 
     seen: dict[str, dict[str, SandboxFigures]] = field(default_factory=dict)
 
     def note(self, uses: Iterable[SandboxUse]) -> None:
-        """Add measured figures; of each process and kind, the measurement with the most events counts."""
+        """Add measured counters; for each process and kind, the measurement with the most events is kept."""
         for process, kind, figures in uses:
             known = self.seen.setdefault(process, {})
             if kind not in known or known[kind].events <= figures.events:
                 known[kind] = figures
 
     def note_all(self, uses: Iterable[SandboxUse]) -> None:
-        """Add the newest figures of all processes that have not ended; the other processes use no sandbox any more."""
+        """Add the newest counters of all processes that have not ended; all other processes use no sandbox any more."""
         uses = list(uses)
         for process in self.seen.keys() - {use.process for use in uses}:
             self.seen[process] = {kind: replace(one, in_use=0) for kind, one in self.seen[process].items()}
         self.note(uses)
 
     def totals(self) -> dict[str, SandboxFigures]:
-        """Return the figures of each kind of sandbox that the run has used."""
+        """Return the counters of each kind of sandbox that the run has used, summed over all processes."""
         found: dict[str, SandboxFigures] = {}
         for kinds in self.seen.values():
             for kind, figures in kinds.items():
@@ -131,15 +131,15 @@ SEEN: TypeAdapter[dict[str, dict[str, SandboxFigures]]] = TypeAdapter(dict[str, 
 
 
 def store_sandbox_uses(run: ObjectStore, writer: str, uses: SandboxUses) -> None:
-    """Store the figures that the process `writer` has read. Store nothing if the run has used no sandbox."""
+    """Store the counters that the process `writer` has read. Store nothing if the run has used no sandbox."""
     if uses.seen:
         seen = {name: {kind: asdict(one) for kind, one in kinds.items()} for name, kinds in uses.seen.items()}
         run.put(f"{FOLDER}/{writer}.json", json.dumps(seen).encode())
 
 
 def read_sandbox_uses(run: ObjectStore) -> SandboxUses:
-    """Return the figures that all supervisors have stored, merged; a damaged object is skipped. The number of sandboxes
-    in use is set to 0, because the stored number is out of date.
+    """Return the merged counters of all supervisors; a damaged object is skipped. The number of sandboxes in use is set
+    to 0, because the stored number is out of date.
     """
     uses = SandboxUses()
     for path in run.list(FOLDER):
@@ -153,7 +153,7 @@ def read_sandbox_uses(run: ObjectStore) -> SandboxUses:
 
 
 def list_figures(figures: SandboxFigures) -> dict[str, float]:
-    """Return the figures of one kind of sandbox as numbers by name, for MLflow, Prometheus and the summary."""
+    """Return the counters of one kind of sandbox as numbers by name, for MLflow, Prometheus and the summary."""
     kills = {f"killed_{end}": count for end, count in figures.ends.items() if end in KILLS}
     replaced = {f"replaced_{reason.replace(' ', '_')}": count for reason, count in figures.replaced.items()}
     times = {name: figures.find_quantile(share) for name, share in (("median_seconds", 0.5), ("p99_seconds", 0.99))}

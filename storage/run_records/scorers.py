@@ -1,6 +1,6 @@
 """Stores a description of each version of a run's scorers: one object, `scorers/<section>/<version>.json`, for each
-version. A description tells a user what a scorer version in the rows of batches means; no code decides anything by the
-descriptions.
+version. A description explains to a user the scorer version that is stored in the rows of batches; no decision of a run
+depends on the descriptions.
 """
 
 from __future__ import annotations

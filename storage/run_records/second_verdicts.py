@@ -1,7 +1,7 @@
-"""Stores how often second verdicts on responses differed from the first ones: `second_verdicts/<section>.json` for each
-scorer.
+"""Stores how often the second verdict on a response differed from the first one, as `second_verdicts/<section>.json`
+for each scorer.
 
-The counts survive restarts of the reward actor (the Ray actor that scores responses).
+The counts are kept when the reward actor (the Ray actor that scores responses) is restarted.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ FOLDER = "second_verdicts"
 
 @dataclass(slots=True)
 class SecondVerdictCounts:
-    """Counts of one version of a scorer: responses that were judged twice, and responses whose two verdicts differ."""
+    """Counts for one version of a scorer: responses that were judged twice, and responses whose two verdicts differ."""
 
     version: str = ""
     verdicts: int = 0
     flips: int = 0
 
     def add(self, version: str, *, is_flip: bool) -> None:
-        """Count a second verdict. If the stored counts are of another version of the scorer, they are dropped first."""
+        """Count a second verdict. If the present counts belong to another version of the scorer, drop them first."""
         if version != self.version:
             self.version, self.verdicts, self.flips = version, 0, 0
         self.verdicts += 1
         self.flips += is_flip
 
     def merge_news(self, now: SecondVerdictCounts, before: SecondVerdictCounts) -> None:
-        """Add the verdicts that another process counted between its counts `before` and `now`. If `now` is of another
-        version of the scorer, drop the present counts first.
+        """Add the verdicts that another process counted between its counts `before` and `now`. If `now` belongs to
+        another version of the scorer, drop the present counts first.
         """
         if now == before:
             return
@@ -45,7 +45,7 @@ class SecondVerdictCounts:
         self.flips += now.flips - old.flips
 
     def encode(self) -> bytes:
-        """Return the record as JSON."""
+        """Return the counts as JSON."""
         return json.dumps(asdict(self)).encode()
 
 

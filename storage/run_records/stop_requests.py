@@ -1,6 +1,6 @@
-"""Stores a user's request to end a run as `stop.json` in the run's storage, so that any machine that reaches the
-storage can end the run. The run's supervisor looks for a request about once a second. Starting or resuming a run
-removes earlier requests.
+"""Stores a user's request to end a run as `stop.json` in the run's storage. A user can therefore end the run from any
+machine that reaches the storage. The run's supervisor looks for a request about once a second. Starting or resuming a
+run removes earlier requests.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StopRequest:
 
 
 class RunEnded(Exception):
-    """A user ended or paused the run; the run has not failed. The attribute `pause` is true if the user paused the
-    run's Prefect flow run, which then waits to be resumed.
+    """The error that is raised when a user ended or paused the run; the run has not failed. The attribute `pause` is
+    true if the user paused the run's Prefect flow run, which then waits to be resumed.
     """
 
     def __init__(self, why: str, *, pause: bool = False) -> None:

@@ -14,7 +14,7 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The update of the inference engines to policy version `version`, for which the engines paused for
+    """The update of the inference engines to the weights of policy version `version`. The engines paused for
     `pause_seconds`.
 
     The engines resumed generation at `resumed_at` (seconds since the epoch, by the rollout stage's clock).

@@ -1,6 +1,6 @@
 """Stores the CPU seconds that the processes of a run have used: one object, `usage/<writer>.json`, for each process
-that measures. The numbers are only shown to users. If a process was measured several times, the largest measurement
-counts, so that the sums stay right after a restart.
+that measures. The numbers are only shown to users. If a process was measured several times, only the largest
+measurement is used. The sums therefore stay right after a restart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CpuUsage:
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def note(self, costs: Iterable[CpuCost]) -> None:
-        """Add measured CPU times; of each process, the largest measurement counts."""
+        """Add measured CPU times; for each process, the largest measurement is kept."""
         for role, process, seconds in costs:
             known = self.seen.setdefault(role, {})
             known[process] = max(seconds, known.get(process, 0.0))
@@ -52,7 +52,7 @@ def store_usage(run: ObjectStore, writer: str, usage: CpuUsage) -> None:
 
 
 def read_usage(run: ObjectStore) -> CpuUsage:
-    """Return the CPU times that all measuring processes have stored, merged; a damaged object is skipped."""
+    """Return the merged CPU times of all measuring processes; a damaged object is skipped."""
     usage = CpuUsage()
     for path in run.list("usage"):
         try:

@@ -1,4 +1,6 @@
-"""A channel in a Ray actor fulfils the contract of `tests/tasks/test_channel.py`; clients outlive the channel."""
+"""Tests that a channel in a Ray actor fulfils the contract of `tests/tasks/test_channel.py`, and that its clients
+survive the death of the actor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each contract suite of `rollflow.testing` finds planted faults, and says in a sentence what the contract asks."""
+"""Tests that each contract suite of `rollflow.testing` finds planted faults, and that the failure says in one sentence
+what the contract requires.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ for suite in rollflow.testing.SUITES:
 
 @dataclass(frozen=True)
 class Fault:
-    """A faulty part as code, the test that must fail, and the sentence of the failure."""
+    """The code of a faulty part, the test that must fail, and the sentence that the failure must contain."""
 
-    code: str  # defines `Part`, or the methods of the test class for parts that it builds
+    code: str  # defines `Part`; for parts that the test class builds, defines methods of the test class
     test: str
     sentence: str
 
@@ -141,7 +143,7 @@ ENVIRONMENTS = {
     "adds too much": Fault(
         "class Part(Base):\n    async def end(self, episode, made):\n        episode.add((7,) * 30)\n"
         "        return Score(1.0)",
-        "test_environment_works_with_any_remaining_context",
+        "test_episode_ends_with_a_reward_for_any_remaining_context",
         "an environment must not add more than `room` tokens",
     ),
     "keeps state": Fault(
@@ -371,7 +373,7 @@ ENGINES = {
         "    def change(self, generation):\n"
         "        made = replace(generation.made, logprobs=generation.logprobs[:-1])\n"
         "        return replace(generation, made=made)",
-        "test_generation_has_the_version_in_use",
+        "test_generation_names_the_policy_version_in_use",
         "every token must have its log-prob",
     ),
     "names another version": Fault(
@@ -379,7 +381,7 @@ ENGINES = {
         "        made = generation.made\n"
         "        made = TokenSpan.of(made.tokens, made.logprobs, [self.version + 1] * len(made))\n"
         "        return replace(generation, made=made)",
-        "test_generation_has_the_version_in_use",
+        "test_generation_names_the_policy_version_in_use",
         "a token must have the version of its weights",
     ),
     "ignores aborts": Fault(

@@ -1,4 +1,5 @@
-"""Randomly drawn rows that share tokens have the log-probs and gradients of each row alone.
+"""Tests with random rows (trajectories) that rows packed together, with shared tokens, get the same log-probs and
+gradients as each row alone.
 
 Rows have any length up to the model's context length. The drawn batches include groups of one row, rows without tokens
 of the policy, equal rows, prompts that are prefixes of other prompts, tokens of an environment, and micro-batches that
@@ -28,7 +29,7 @@ from tests.contracts.test_token_logprobs import learner_of, model_of
 from tests.support.counts import examples
 
 CONTEXT = 64  # context length of the tested models
-Piece = tuple[bool, list[int]]  # the piece's tokens, and True if the policy sampled them
+Piece = tuple[bool, list[int]]  # whether the policy sampled the piece, and the piece's tokens
 Row = tuple[int, list[Piece]]  # number of tokens of the group's prompt, and the pieces after them
 
 
@@ -68,7 +69,7 @@ def learner(name: str) -> TorchLearner:
 
 
 def found(made: TorchLearner, data: BatchRows, micro_tokens: int, sharing: Sharing | None) -> tuple[Tensor, Tensor]:
-    """Return (B,) log-probs, and the gradient of a weighted sum of these log-probs."""
+    """Return the log-probs of the B sampled tokens, and the gradient of a weighted sum of these log-probs."""
     made.config = made.config.model_copy(update={"micro_tokens": micro_tokens})
     made.sharing = sharing
     made.model.zero_grad()
@@ -87,7 +88,8 @@ def found(made: TorchLearner, data: BatchRows, micro_tokens: int, sharing: Shari
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @settings(max_examples=examples(300), deadline=None)
 @given(groups=GROUPS, micro_tokens=st.sampled_from([1, 7, 64, 4096]), sharing=SHARINGS)
-@example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, PROMPTS)  # long line, equal rows, no tokens
+# the rows form a long line, two rows are equal, and one has no tokens of the policy
+@example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, PROMPTS)
 @example([([3] * 40, [(99, LONG)] * 4)], 4096, PROMPTS)  # each row ends at the last position
 @example([([3] * 40, [(99, LONG)] * 4)], 4096, PATHS)
 @example([([3, 4, 5], [(99, SAID), (2, SAID), (99, [(False, [4]), *SAID])]), ([3, 4], [(99, SAID)])], 4, PROMPTS)
@@ -102,7 +104,9 @@ def test_packed_rows_give_the_gradients_of_single_rows(
 
 
 def check_lines(data: BatchRows, micro_tokens: int, sharing: Sharing) -> None:
-    """Check that each row is in one line, and that a line of several rows fits a micro-batch and saves tokens."""
+    """Check that each row is in exactly one packed line, and that a line of several rows fits a micro-batch and has
+    fewer tokens than the rows.
+    """
     every = range(len(data.rewards))
     lines = pack_lines(data, every, micro_tokens, sharing)
     assert sorted(row for line in lines for row in line.rows) == list(every)

@@ -1,4 +1,6 @@
-"""A real Ray node serves vLLM's own metrics, and the dashboard asks for no other metrics of vLLM."""
+"""Tests that a real Ray node serves the metrics of vLLM, and that the dashboard uses no metric of vLLM that does not
+exist.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 CONFIGS: dict[str, EngineConfig] = {
     "timed": TimedEngineConfig(median_tokens=400, sigma=0, seconds_per_token=0.005, update_seconds=0.0),
-    # slower, because a busy machine reports the tokens of an actor late
+    # this engine generates slower, because a busy machine reports the tokens of an actor late
     "ray-timed": TimedEngineConfig(median_tokens=400, sigma=0, seconds_per_token=0.01, update_seconds=0.0),
     "transformers": TransformersEngineConfig(),
     "ray-transformers": TransformersEngineConfig(),
@@ -52,7 +52,9 @@ LONG = 200
 
 @dataclass(frozen=True)
 class TinyPolicy:
-    """Two sets of weights of a tiny policy, for even and odd versions, as transformers computes with them."""
+    """A tiny policy with two sets of weights, one for even and one for odd versions; transformers computes the expected
+    log-probs.
+    """
 
     folder: Path
 
@@ -114,7 +116,7 @@ KILLERS: dict[str, Callable[[Engine], Awaitable[None]]] = {
 
 
 class TestEngines(EngineContract):
-    """The contract, on each engine; Ray's engines are actors."""
+    """The engine contract, tested on each engine; engines with a name that begins with `ray` are Ray actors."""
 
     foreign = r"^the \w+ engine reads tokens alone, but .* kind 'image' at position 2 "
 
@@ -140,7 +142,9 @@ class TestEngines(EngineContract):
 
 
 async def remember_probable_answers(engine: Engine, policy: TinyPolicy) -> None:
-    """Let an engine draft the most probable response of each version to each prompt of the contract."""
+    """Store the most probable response of each version to each prompt of the contract, so that the engine drafts from
+    it.
+    """
     assert isinstance(engine, VllmEngine)
     prompts = [(3 + number, 7, 11) for number in range(50)]
     for version in (0, 1):

@@ -70,7 +70,8 @@ CASES: dict[str, EnvironmentConfig] = {
 }
 
 
-# a game plays prompts of its own kind only: its section, the reference of a prompt, and an action
+# a game plays only prompts of its own kind, so each case has the game's section, the reference of a prompt, and an
+# action
 GAMES: dict[str, tuple[EnvironmentConfig, Mapping[str, Any], str]] = {
     "frozen-lake": (FrozenLakeEnvironment(), describe_board("frozen-lake", FrozenLake.read(3, "i/e:a"), "U"), "U"),
     "sokoban": (SokobanEnvironment(), describe_board("sokoban", Sokoban.read(3, "h/:gf"), "U"), "U"),
@@ -84,7 +85,7 @@ def test_every_environment_kind_has_a_test_case() -> None:
 
 
 class TestGames(EnvironmentContract):
-    """The contract, on each game."""
+    """The environment contract, tested on each game."""
 
     @pytest.fixture(params=GAMES, autouse=True)
     def game(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -100,7 +101,7 @@ class TestGames(EnvironmentContract):
 
 
 class TestEnvironments(EnvironmentContract):
-    """The contract, on each kind of environment."""
+    """The environment contract, tested on each kind of environment."""
 
     @pytest.fixture(params=CASES.values(), ids=CASES)
     def config(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConfig:
@@ -115,11 +116,12 @@ class TestEnvironments(EnvironmentContract):
             MemoryStore("environment"),
             versions=4,
             async_ratio=1.0,
-            longest=1000 if isinstance(environment, ToolEpisodes) else 64,  # the schemas of tools count
+            # the schemas of tools also take tokens of the context
+            longest=1000 if isinstance(environment, ToolEpisodes) else 64,
             environment=environment,
             environment_ports=ports,
         )
-        # worker processes live in real time
+        # worker processes run in real time, and not on the virtual clock
         (asyncio.run if isinstance(environment, ForeignEpisodes | MixedEpisodes) else run_virtual)(pipeline.run())
         report = audit(pipeline.store)
         assert report.clean, report.violations
@@ -137,7 +139,7 @@ def test_prompt_without_room_for_its_tools_ends_the_run(monkeypatch: pytest.Monk
     assert ended.group_contains(ConfigError, match=r"2 episodes in a row failed .* leave no room for a response")
 
 
-# --- several turns ----------------------------------------------------------------------------------------
+# --- episodes with several turns --------------------------------------------------------------------------
 
 
 class Turns(Environment):
@@ -181,7 +183,7 @@ def test_environment_tokens_are_masked_out_of_the_loss() -> None:
 
 
 def test_each_turn_has_its_own_seed() -> None:
-    """With the same seed, each turn would repeat the first turn's tokens."""
+    """If all turns had the same seed, each turn would repeat the tokens of the first turn."""
     pipeline = Pipeline(MemoryStore("seeds"), versions=1, environment=Turns(2), sigma=0.0)
     run_virtual(pipeline.run())
     for one in trajectories(pipeline):
@@ -191,7 +193,7 @@ def test_each_turn_has_its_own_seed() -> None:
 
 
 def test_surplus_episodes_are_aborted_between_turns() -> None:
-    """Tokens of dropped episodes count as surplus tokens, as tokens of aborted requests do."""
+    """Tokens of surplus episodes count as surplus tokens, like the tokens of aborted requests."""
     choices = {"redundant_responses": 2, "on_stale": "drop"}
     pipeline = Pipeline(MemoryStore("extra"), versions=4, environment=Turns(3), choices=choices)
     run_virtual(pipeline.run())
@@ -228,7 +230,9 @@ def test_episode_is_interrupted_between_two_turns() -> None:
 
 
 class Speaking(TimedEngine):
-    """A timed engine that says one text in the first turn and another text behind `told`, up to a stop string."""
+    """A timed engine that generates one text in the first turn, and another text after the text `told`, up to a stop
+    string.
+    """
 
     def __init__(self, first: str, told: str, then: str) -> None:
         super().__init__(TimedEngineConfig(max_concurrent_requests=8, sigma=0.0, max_new_tokens=64))
@@ -266,7 +270,7 @@ def test_environment_can_use_stop_strings_and_tools(monkeypatch: pytest.MonkeyPa
 
 
 def test_episode_ends_at_its_token_budget() -> None:
-    """A budget that cuts the call leaves no call, so the first answer is judged."""
+    """If the token budget cuts the tool call off, there is no call, so the first answer is judged."""
     engine = Speaking("<a:banana>", "=3, so ", "3")
     pipeline = Pipeline(
         MemoryStore("budget"),
@@ -284,7 +288,7 @@ def test_episode_ends_at_its_token_budget() -> None:
 
 
 class Budget(Environment):
-    """Three turns with different budgets; the score has parts."""
+    """An environment of three turns with different token budgets, whose score has parts."""
 
     async def play(self, episode: Episode) -> Score | None:
         began = episode.ports.clock()
@@ -319,13 +323,13 @@ def test_failed_tool_call_returns_an_error_result(
 
 
 async def sleepy(hours: float = 1.0) -> ToolResult:
-    """A tool that takes hours."""
+    """Sleep for the given number of hours."""
     await asyncio.sleep(3600 * hours)
     return ToolResult("at last")
 
 
 def prompt(hours: float) -> ToolResult:
-    """A function that is not asynchronous."""
+    """Return a text; the function is not asynchronous, although a tool must be."""
     return ToolResult("")
 
 
@@ -377,7 +381,7 @@ ODD: dict[str, Any] = {"below": [-1], "part": [1.5], "word": ["a"], "above": [5,
 
 
 class Odd(Environment):
-    """An environment that fails in the way that its option names."""
+    """An environment that fails in the way that its option `wrong` names."""
 
     request: Mapping[str, Any]
 

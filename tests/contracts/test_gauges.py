@@ -1,4 +1,6 @@
-"""Metrics of a run for Prometheus: a real Ray node serves the numbers of the statuses, and the dashboard shows them."""
+"""Tests of a run's metrics for Prometheus: a real Ray node serves the numbers of the actors' statuses, and the
+dashboard shows these numbers.
+"""
 
 from __future__ import annotations
 

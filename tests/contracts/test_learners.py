@@ -1,4 +1,4 @@
-"""The guarantees of every learner (`tasks/learners/base.py`), tested on each kind.
+"""Tests the guarantees of a learner (`tasks/learners/base.py`) on each kind of learner.
 
 To test a new learner, add a line to CASES.
 """
@@ -91,7 +91,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(*always: str) -> list[ParameterSet]:
-    """Return all cases. Ranks take seconds to start, so most tests of those learners run only in `make soak`."""
+    """Return all cases. Learners with several ranks take seconds to start, so most tests of these learners run only in
+    `make soak`.
+    """
     soak = {name for name in CASES if name.startswith(("DeepSpeed", "in parts", "two ranks"))} - set(always)
     return [pytest.param(name, marks=[pytest.mark.soak] if name in soak else []) for name in CASES]
 
@@ -101,7 +103,7 @@ def test_every_learner_kind_has_a_test_case() -> None:
 
 
 class TestLearners(LearnerContract):
-    """The contract, on each kind of learner."""
+    """The learner contract, tested on each kind of learner."""
 
     vocabulary = 300
 
@@ -149,5 +151,5 @@ class TestLearners(LearnerContract):
     def test_restored_learner_takes_the_same_next_steps(
         self, learner: Learner, builder: Builder, start: LearnerStart, versions: int
     ) -> None:
-        """Two learners with ranks take this test in `make test`, too."""
+        """Two learners with several ranks also run this test in `make test`."""
         super().test_restored_learner_takes_the_same_next_steps(learner, builder, start, versions)

@@ -1,4 +1,6 @@
-"""Each preset is tested with extreme inputs: log-probs that are far apart, one token, no token, bfloat16."""
+"""Tests each preset of the objective with extreme inputs: log-probs that are far apart, one token, no token, and
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_ratio_of_a_single_token_is_the_same_at_every_level(name: str) -> None:
 
 
 def test_second_moment_correction_may_mask_every_token() -> None:
-    """The squares 0.09 and 0.25 are both above the bound 0.04, so no token counts and all gradients are zero."""
+    """The squared log-ratios 0.09 and 0.25 are both above the bound 0.04, so every token is masked and all gradients
+    are zero.
+    """
     objective = build_objective(PartsObjective(kind="m2po"))
     proximal, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-1.3, -0.5])
     kept = objective.keep(proximal, behaviour)
@@ -83,4 +87,5 @@ def test_second_moment_correction_may_mask_every_token() -> None:
     assert found.loss_M.tolist() == slope_M.tolist() == [0.0, 0.0]
     assert found.corrected_M is not None
     assert found.corrected_M.tolist() == [True, True]
-    assert objective.keep(proximal, torch.tensor([-1.1, -0.5])).tolist() == [True, False]  # square 0.01 is below 0.04
+    # the squared log-ratio 0.01 is below 0.04
+    assert objective.keep(proximal, torch.tensor([-1.1, -0.5])).tolist() == [True, False]

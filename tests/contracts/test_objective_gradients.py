@@ -1,8 +1,8 @@
-"""Gradients equal the closed forms in papers, and the docs page on objectives is complete.
+"""Tests that gradients equal the closed forms in papers, and that the docs page on objectives is complete.
 
-`oracles.py` defines losses and differentiates the losses; the gradients in this module were derived on paper. G is the
-gradient of the loss with respect to log pi of a token, n the number of tokens of the token's row, N the number of
-tokens of all rows, and R the number of rows that have tokens.
+The module `oracles.py` defines losses and differentiates them automatically. The gradients in this module were derived
+by hand. G is the gradient of the loss with respect to log pi of a token, n the number of tokens of the token's row, N
+the number of tokens of all rows, and R the number of rows that have tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def with_tokens(rows: Rows) -> int:
 
 
 def rises(ratio: float, advantage: float, low: float, high: float) -> bool:
-    """Return True if PPO's minimum takes the unclipped side, which has a gradient."""
+    """Return True if the minimum in PPO's loss is the unclipped term, which has a gradient."""
     return ratio < 1 + high if advantage > 0 else ratio > 1 - low
 
 

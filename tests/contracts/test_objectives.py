@@ -1,4 +1,5 @@
-"""The guarantees of every objective, tested on each kind. To test a new preset, add it to `support/oracles.py`."""
+"""Tests the guarantees of an objective on each kind of objective. To test a new preset, add it to `support/oracles.py`.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def truncated_reinforce(rows: Rows) -> Dual:
 
 
 def kept(**parts: object) -> PartsObjective:
-    """Build an objective that only a recorded run may have: a new run may not have k1 in the loss."""
+    """Build an objective that is accepted only in recorded runs: a new run may not use the KL estimator k1 in the loss.
+    """
     return PartsObjective.model_validate(dict(PartsObjective()) | parts)
 
 
@@ -91,7 +93,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
 
 
 class TestObjectives(ObjectiveContract):
-    """The contract, on each kind of objective."""
+    """The objective contract, tested on each kind of objective."""
 
     @pytest.fixture
     def objective(self, case: Case) -> Objective:
@@ -136,7 +138,7 @@ def drawn(seed: int, staleness: float) -> list[Row]:
 
 
 def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[float]]:
-    """Compute a batch's loss and gradient with rollflow's code, combined as a learner combines it."""
+    """Compute a batch's loss and gradient with rollflow's code, as a learner does."""
     objective, counts_R = build_objective(config), torch.tensor([len(row.pi) for row in rows])
     row_M = torch.arange(len(rows)).repeat_interleave(counts_R)
 
@@ -214,7 +216,7 @@ def test_left_out_rows_change_no_loss_of_the_others(case: Case, seed: int) -> No
 
 
 def test_sequence_level_part_makes_the_loss_need_whole_rows() -> None:
-    """Each of these parts alone makes an objective need whole rows."""
+    """If an objective has one of these parts, its loss needs whole rows (responses)."""
     assert build_objective(PartsObjective()).by_token
     for parts in (
         {"ratio": {"level": "sequence"}, "aggregation": "sequence-mean"},
@@ -224,7 +226,7 @@ def test_sequence_level_part_makes_the_loss_need_whole_rows() -> None:
         assert not build_objective(PartsObjective.model_validate(parts)).by_token
 
 
-# --- cases by hand -------------------------------------------------------------------------------------------
+# --- cases calculated by hand --------------------------------------------------------------------------------
 
 
 def tokens_of(
@@ -275,7 +277,7 @@ BY_HAND: dict[str, tuple[float, list[float]]] = {
     "geometric-mask": (2.0, [0.0, 0.0]),  # the ratio 0.693 is below 0.99
     "cispo": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # the ratio 0.4 has no lower bound
     "topr": (-2.0, [0.96 * LOGS[0], 0.96 * LOGS[1]]),  # the product 0.48 is below 1
-    "weighted-topr": (2.0, [-2 * LOGS[0], -2 * LOGS[1]]),  # good answers are not weighted
+    "weighted-topr": (2.0, [-2 * LOGS[0], -2 * LOGS[1]]),  # tokens with a positive advantage are not weighted
     "reinforce": (-2.0, [2 * LOGS[0], 2 * LOGS[1]]),
     "reinforce++": (-2.0, [2.4, 1.6]),
     "rloo": (1.0, [-LOGS[0], -LOGS[1]]),
@@ -358,7 +360,9 @@ def test_staleness_correction_matches_a_hand_calculation(part: dict[str, object]
 
 
 def test_second_moment_mask_keeps_as_many_tokens_as_possible() -> None:
-    """Squares 0.01, 0.04, 0.09, 0.16: means of the first one to four are 0.01, 0.025, 0.0467, 0.075."""
+    """The squared log-ratios are 0.01, 0.04, 0.09 and 0.16. The means of the first one to four squares are 0.01, 0.025,
+    0.0467 and 0.075.
+    """
     objective = build_objective(PartsObjective(kind="m2po"))
     changes = torch.tensor([-0.3, 0.1, 0.4, -0.2], dtype=F64)
     assert objective.keep(changes, torch.zeros(4, dtype=F64)).tolist() == [False, True, False, True]
@@ -373,7 +377,7 @@ def test_second_moment_mask_keeps_as_many_tokens_as_possible() -> None:
         ("tis", 1.0, [False, False, True]),  # the ratios are 1.2, 0.4, 3; the third is above 2
         ("cispo", 1.0, [False, False, True]),  # the third ratio is above 1.28
         ("reinforce", 1.0, [False, False, False]),
-        ("topr", 1.0, [False, False, False]),  # good answers have weight 1
+        ("topr", 1.0, [False, False, False]),  # tokens with a positive advantage have weight 1
         ("topr", -1.0, [True, True, True]),  # the product 1.2 x 0.4 x 3 is above 1
         ("dppo", 1.0, [False, False, True]),  # pi - mu = 0.06, -0.3, 0.6
         ("dppo", -1.0, [False, True, False]),
@@ -412,7 +416,7 @@ def test_log_ratio_is_clipped(level: Level) -> None:
     assert slope.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_decoupled_ppo_on_policy_is_grpo() -> None:
+def test_decoupled_ppo_equals_grpo_if_proximal_is_behaviour() -> None:
     given = draw_tokens()
     on_policy = replace(given, proximal_M=given.behaviour_M)
     a, b = (
@@ -421,11 +425,11 @@ def test_decoupled_ppo_on_policy_is_grpo() -> None:
     torch.testing.assert_close(a.loss_M, b.loss_M)
 
 
-# --- user-defined -------------------------------------------------------------------------------------------
+# --- user-defined objectives --------------------------------------------------------------------------------
 
 
 class Mean(Objective):
-    """An objective that returns one number for all tokens, which torch would broadcast over them."""
+    """An objective that returns one number for all tokens. Torch would broadcast this number over the tokens."""
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         return TokenLoss(-(tokens.logp_M * tokens.advantage_M).mean(), torch.zeros_like(tokens.logp_M).bool())
@@ -470,7 +474,7 @@ def test_objective_with_unknown_options_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 class Cut(Detached):
-    """An objective whose loss of a token depends only on that token."""
+    """An objective in which the loss of a token depends only on that token."""
 
     by_token = True
 
@@ -480,14 +484,14 @@ class Looks(Cut):
 
 
 def test_subclass_does_not_inherit_the_by_token_flag() -> None:
-    """The new loss of a subclass may need whole rows, so the subclass is not by token unless it says so."""
+    """The new loss of a subclass may need whole rows, so `by_token` is false unless the subclass itself sets it."""
     for name, expected in (("Detached", False), ("Cut", True), ("Looks", False)):
         assert build_objective(ImportObjective(path=f"{__name__}:{name}")).by_token is expected
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_token_of_advantage_zero_is_never_clipped(kind: PresetName) -> None:
-    """A token of advantage zero does not count as clipped, because a clip would not change the token's loss."""
+    """A token of advantage zero does not count as clipped, because clipping would not change the token's loss."""
     given, objective = draw_tokens(), build_objective(PartsObjective(kind=kind))
     assert not bool(objective.loss(given).clipped_M[given.advantage_M == 0].any())
 

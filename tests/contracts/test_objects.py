@@ -1,4 +1,4 @@
-"""The object store contract is tested on every backend; further tests check the promises of a single backend."""
+"""Tests the object store contract on every backend. Further tests check the guarantees of a single backend."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 
 class TestObjectStores(ObjectStoreContract):
-    """The contract, on every backend."""
+    """The object store contract, tested on every backend."""
 
     @pytest.fixture
     def store(self, store: ObjectStore) -> ObjectStore:
@@ -82,7 +82,7 @@ class TestObjectStores(ObjectStoreContract):
     "uri", ["s3://bucket/../other", "s3://..", "s3://bucket/a//b", "memory://a/../b", "memory://."]
 )
 def test_uri_with_parent_folders_is_refused(uri: str) -> None:
-    """Services and proxies interpret a key with an empty part, "." or ".." in different ways."""
+    """S3 services and proxies interpret a key with an empty part, "." or ".." in different ways."""
     with pytest.raises(ConfigError, match=r"store\.uri = .* has an empty, '\.' or '\.\.' part"):
         open_store(uri)
 
@@ -198,7 +198,7 @@ def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
 def test_file_is_synced_before_the_record_that_names_it(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """If a record exists after a power cut, the record's file and all folders above the file exist, too."""
+    """If a record exists after a power cut, the file that it names and all folders above the file also exist."""
     synced, fsync, link = set[Path](), os.fsync, os.link
 
     def noted_sync(descriptor: int) -> None:
@@ -258,7 +258,7 @@ def test_error_names_a_store_folder_that_is_not_writable(tmp_path: Path) -> None
 def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """Start a proxy through which the stores of a test reach the server; the stores retry almost without a pause."""
     monkeypatch.setattr(s3_requests, "PATIENT", RetryLimits(tries=6, pause_seconds=0.01))
-    monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)  # the smallest part that S3 accepts
+    monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)  # the smallest size of a part that S3 accepts
     with FaultyProxy(aws) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", made.endpoint)
         yield made
@@ -291,7 +291,8 @@ def test_s3_without_response_is_unreachable_not_empty(s3: S3Store, proxy: Faulty
         s3.get("a")
 
 
-IN_PARTS = {Fault.LOST, Fault.TRUNCATED, Fault.FLIPPED}  # of an object in parts, in `make test`
+# faults that are tested in `make test` for objects that are read in parts
+IN_PARTS = {Fault.LOST, Fault.TRUNCATED, Fault.FLIPPED}
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The examples of docs/own_parts.md, run as a user runs them: by pytest, in a folder of the user's own."""
+"""Tests the examples of docs/own_parts.md as a user runs them: with pytest, in a separate folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_source_and_environment_of_the_page_are_accepted(tmp_path: Path, monkeyp
 
 @pytest.mark.soak
 def test_contract_test_examples_pass_with_the_wheel(tmp_path: Path) -> None:
-    """The suites come from the wheel; nothing of the source tree but the user-defined parts is in reach."""
+    """The contract suites come from the wheel. Of the source tree, only the user-defined parts can be imported."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "wheel")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_SECONDS)
     [wheel] = (tmp_path / "wheel").glob("*.whl")

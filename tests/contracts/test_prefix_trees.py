@@ -1,6 +1,7 @@
-"""Prefix trees: their order and layout against plain definitions, and their gradients against separate rows in float64.
+"""Tests of prefix trees (rows that share the tokens of common prefixes). Their order and layout are compared with plain
+definitions, and their gradients with those of separate rows in float64.
 
-The oracle runs every row alone through the model of transformers, with no code of the learner.
+The expected values come from running each row alone through the model of transformers, without code of the learner.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FORKS = [
     [3, 4, 5],
     [3, 4, 5, 6, 7],
     [9, 9],
-]  # forks, prefix, equal rows
+]  # rows that fork, a row that is a prefix of another, and equal rows
 LONG = [[3] * 30 + [4] * 9, [3] * 30 + [5] * 12, [3] * 30 + [5] * 6 + [6] * 8, [3] * 20 + [7] * 11]
 
 
@@ -55,7 +56,9 @@ def rows_of(groups: Sequence[Rows], first: int = 1) -> BatchRows:
 
 
 def prefixes_of(groups: Sequence[Rows]) -> set[tuple[int, tuple[int, ...]]]:
-    """Return the tokens of all prefix trees: each is a group and a path."""
+    """Return the tokens of all prefix trees; each token is given by its group and its path (all tokens from the root to
+    it).
+    """
     return {
         (number, tuple(row[:end]))
         for number, group in enumerate(groups)
@@ -71,7 +74,7 @@ GROUPS = st.lists(ROWS, min_size=1, max_size=3)
 @given(GROUPS)
 @settings(max_examples=examples(200), deadline=None)
 @example([FORKS, FORKS])
-def test_order_of_rows_shares_every_common_token(groups: list[Rows]) -> None:
+def test_ordered_rows_share_every_common_token(groups: list[Rows]) -> None:
     data = rows_of(groups)
     every = range(len(data.rewards))
     order = order_rows(data, every)
@@ -84,14 +87,16 @@ def test_order_of_rows_shares_every_common_token(groups: list[Rows]) -> None:
         assert count == ([*alike, False].index(False) if one == other else 0)
 
 
-def test_longest_branch_comes_first() -> None:
+def test_longest_branch_of_a_prefix_tree_comes_first() -> None:
     data = rows_of([[[3, 4], [3, 5, 5], [3, 4, 6, 7], [3, 4, 6], [3]]])
     assert order_rows(data, range(5)) == [2, 3, 0, 1, 4]
     assert pack_lines(data, range(5), 100, WAY)[0].shared == (0, 3, 2, 1, 1)
 
 
-def test_long_chain_of_prefixes_is_ordered() -> None:
-    """An agent's row may extend its row of the turn before, more often than a recursion may go deep."""
+def test_rows_in_a_long_chain_of_prefixes_are_ordered() -> None:
+    """Each row of an agent may extend its row of the previous turn. There may be more such rows than Python's recursion
+    limit.
+    """
     rows = [[3] * length for length in range(1, 1500)]
     assert order_rows(rows_of([rows]), range(1499)) == list(range(1498, -1, -1))
 
@@ -100,7 +105,9 @@ def test_long_chain_of_prefixes_is_ordered() -> None:
 @settings(max_examples=examples(200), deadline=None)
 @example([FORKS], 1000, 1)
 def test_blocks_let_each_token_attend_to_its_path(groups: list[Rows], most: int, dense: int) -> None:
-    """Each pair of a token and an earlier token of its path is in exactly one block; there are no other pairs."""
+    """The blocks of the attention mask contain each pair of a token and an earlier token of its path exactly once, and
+    no other pair.
+    """
     data = rows_of(groups)
     seen = set()
     for micro in micro_batches(data, range(len(data.rewards)), most, replace(WAY, dense=dense)):
@@ -129,14 +136,14 @@ def test_blocks_let_each_token_attend_to_its_path(groups: list[Rows], most: int,
     assert seen == {(row, *text[: end + 1]) for row, text in enumerate(texts) for end in range(1, len(text))}
 
 
-def test_cut_tree_repeats_only_the_path() -> None:
+def test_split_prefix_tree_repeats_only_the_shared_path() -> None:
     data = rows_of([[[3, 4, 5, number, 7] for number in range(10, 16)]])
     sizes = [micro.tokens.shape[1] for micro in micro_batches(data, range(6), 9, WAY)]
-    assert sizes == [9, 9]  # 3 + 3 x 2 tokens
+    assert sizes == [9, 9]  # 3 shared tokens, and 2 tokens of each of 3 rows
     assert [micro.tokens.shape[1] for micro in micro_batches(data, range(6), 15, WAY)] == [15]
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------
+# --- gradients of prefix trees ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -150,7 +157,7 @@ def logp_of(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def alone(model: Any, data: BatchRows, weights_B: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the weighted sum of log-probs, row by row, and its gradients."""
+    """Return the weighted sum of log-probs, computed row by row, and the gradients of this sum."""
     total, model.config._attn_implementation = torch.zeros((), dtype=torch.float64), "sdpa"
     for row, (begin, end) in enumerate(pairwise(data.offsets)):
         tokens = torch.from_numpy(data.tokens[begin:end].astype(np.int64))
@@ -185,14 +192,14 @@ WAYS = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "phi"])  # models that compute in float64 throughout
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "phi"])  # these models compute in float64 throughout
 @settings(max_examples=examples(40), deadline=None)
 @given(groups=GROUPS, first=st.integers(0, 4), most=st.sampled_from([7, 20, 1000]), way=WAYS)
 @example([FORKS, FORKS], 1, 1000, WAY)
 @example([FORKS], 1, 8, WAY)
 @example([LONG], 10, 1000, WAY)
 @example([LONG], 1, 64, replace(WAY, dense=16))
-def test_trees_train_as_separate_rows_in_float64(
+def test_prefix_trees_give_the_gradients_of_separate_rows(
     name: str, groups: list[Rows], first: int, most: int, way: Sharing
 ) -> None:
     model, data = policy(name), rows_of(groups, first)

@@ -1,4 +1,4 @@
-"""The guarantees of every prompt source, tested on each kind. To test a new source, add a line to CASES."""
+"""Tests the guarantees of a prompt source on each kind of source. To test a new source, add a line to CASES."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "file": table,
     "column-sums": lambda _: ColumnSumsPrompts(min_digits=1, max_digits=1),
     "sorting": lambda _: SortingPrompts(digits=3),  # there are 220 multisets of three digits
-    # small boards, so that a leak would show
+    # boards are small, so that a held-out question that leaks into training would be found
     "frozen-lake": lambda _: FrozenLakePrompts(size=3, holes=0.1),
     "sokoban": lambda _: SokobanPrompts(size=5, walls=0.0),
     "kuhn-poker": lambda _: KuhnPokerPrompts(),
@@ -74,7 +74,9 @@ def test_every_prompt_source_kind_has_a_test_case(tmp_path: Path) -> None:
 
 
 class TestSources(SourceContract):
-    """The contract, on each kind of source. A source has 200 to 300 questions, so that a leak would show."""
+    """The prompt source contract, tested on each kind of source. A source has only 200 to 300 questions, so that a
+    held-out question that leaks into training would be found.
+    """
 
     @pytest.fixture(params=CASES.values(), ids=CASES)
     def config(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PromptConfig:
@@ -83,11 +85,11 @@ class TestSources(SourceContract):
         return found
 
 
-# --- user-defined ------------------------------------------------------------------------------------------
+# --- user-defined prompt sources ---------------------------------------------------------------------------
 
 
 class Own(QuestionSource):
-    """A user-defined source that fails in the way that its option names."""
+    """A user-defined source that fails in the way that its option `wrong` names."""
 
     opened = 0
 
@@ -157,7 +159,7 @@ def test_faulty_prompt_source_is_refused_before_a_run(wrong: str, words: str) ->
 
 
 def test_held_out_question_in_other_spelling_is_not_trained_on() -> None:
-    """The held-out question occurs in the middle of a run, and earlier positions do not show the question."""
+    """The held-out question occurs in the middle of a run, so the first positions of the source do not show it."""
     source = opened(own("late")).sources[0]
     assert [source.training(position).text for position in (4, 5)] == ["t4", "t1000008"]
 
@@ -171,7 +173,7 @@ def test_endless_held_out_set_is_cut_to_the_configured_size() -> None:
     assert [prompt.text for prompt in opened(own("endless"), held_out=3).held_out()] == ["h0", "h1", "h2"]
 
 
-def test_class_that_is_no_prompt_source_is_refused() -> None:
+def test_class_that_is_not_a_prompt_source_is_refused() -> None:
     with pytest.raises(ConfigError, match="the path does not name a class that derives from rollflow's QuestionSource"):
         opened(ImportPrompts(path=f"{__name__}:CASES"))
 

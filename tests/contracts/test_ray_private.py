@@ -1,4 +1,5 @@
-"""Ray's private API, as `ray_process` and `cluster.attach` use it: a test fails if Ray changes this API."""
+"""Tests Ray's private API as `ray_process` and `cluster.attach` use it, so that a test fails if Ray changes this API.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_ray_accepts_the_parameters_of_a_private_node() -> None:
 
 def test_ray_uses_loopback_if_clusters_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    monkeypatch.setattr(worker, "_global_node", None)  # another test of the process may have set a node
+    monkeypatch.setattr(worker, "_global_node", None)  # another test in this process may have set a node
     assert services.get_node_ip_address() == "127.0.0.1"
     assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
 

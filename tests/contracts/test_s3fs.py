@@ -1,4 +1,6 @@
-"""The public parts of s3fs that `s3_requests` uses: the open client, with rollflow's limits, and the error names."""
+"""Tests the public API of s3fs that `s3_requests` uses: the open client with rollflow's limits, and the names of
+errors.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def connection(monkeypatch: pytest.MonkeyPatch) -> S3Connection:
 
 
 def test_s3_connection_has_one_client_without_retries(connection: S3Connection) -> None:
-    """A client for each request would open new connections; a client that retries would add to rollflow's retries."""
+    """If each request had a new client, it would open a new connection. If the client also retried, its retries would
+    multiply rollflow's retries.
+    """
     first, second = (connection.wait(connection._filesystem.set_session) for _ in range(2))
     assert first is second
     config = first.meta.config
@@ -42,7 +46,7 @@ def test_s3_region_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unknown_conditional_header_is_refused_by_the_s3_client(connection: S3Connection) -> None:
-    """If the client silently ignored an unknown condition, two writers could create the same object."""
+    """If the client silently ignored a condition that it does not know, two writers could create the same object."""
     with pytest.raises(botocore.exceptions.ParamValidationError, match="IfNobodyDid"):
         connection.call("put_object", Bucket="bucket", Key="key", Body=b"", IfNobodyDid="*")
 

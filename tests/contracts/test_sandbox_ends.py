@@ -1,4 +1,6 @@
-"""The ends of sandboxes: closed or killed sandboxes leave no process, and dead ones are replaced, on every kind."""
+"""Tests how sandboxes end, on every kind of sandbox: closed or killed sandboxes leave no process, and dead sandboxes
+are replaced.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ async def test_close_kills_a_program_in_another_session(sandboxes: Sandboxes, en
     await (sandbox if ended == "sandbox" else sandboxes).close()
     with pytest.raises(SandboxFailed):
         await running
-    left = before if ended == "sandbox" or isinstance(sandboxes, RockSandboxes) else 0  # a server keeps its box
+    # a sandbox server keeps the container
+    left = before if ended == "sandbox" or isinstance(sandboxes, RockSandboxes) else 0
     await wait_until(lambda: sum(process.is_running() for process in started) <= left)
 
 

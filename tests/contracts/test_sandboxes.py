@@ -1,6 +1,6 @@
-"""The contract of sandboxes, on every kind that this machine can run.
+"""Tests the contract of sandboxes on every kind of sandbox that this machine can run.
 
-The tests share the sandboxes of a kind; `test_sandbox_ends.py` tests what ends them all.
+The tests share the sandboxes of a kind. `test_sandbox_ends.py` has the tests that end all sandboxes of a kind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sandboxes(request: pytest.FixtureRequest, shared: Sandboxes) -> Sandboxes:
     return shared
 
 
-async def test_warm_program_returns_output_and_code(sandboxes: Sandboxes) -> None:
+async def test_warm_program_returns_output_and_exit_code(sandboxes: Sandboxes) -> None:
     code = "import sys; print('out', sys.argv[1], sys.stdin.read()); print('err', file=sys.stderr); sys.exit(3)"
     found = await sandboxes.run(warm(code, arguments=["one"], stdin=b"in"))
     assert (found.end, found.return_code) == (ProgramEnd.EXITED, 3)
@@ -54,7 +54,7 @@ async def test_command_gets_variables_folder_and_files(sandboxes: Sandboxes) -> 
     assert found.succeeded
 
 
-async def test_error_shows_the_programs_own_lines(sandboxes: Sandboxes) -> None:
+async def test_traceback_begins_with_the_lines_of_the_program(sandboxes: Sandboxes) -> None:
     found = await sandboxes.run(warm("def f():\n    return 1 / 0\nf()", name="answer.py"))
     assert found.return_code == 1
     lines = found.stderr.decode().splitlines()
@@ -249,7 +249,7 @@ async def test_program_sends_and_receives_through_its_channel(sandboxes: Sandbox
         assert (await running).succeeded
 
 
-async def test_closed_sandbox_fails_and_others_work(sandboxes: Sandboxes) -> None:
+async def test_closed_sandbox_runs_no_program_and_others_do(sandboxes: Sandboxes) -> None:
     first, second = await sandboxes.create(), await sandboxes.create()
     await first.close()
     with pytest.raises(SandboxFailed):
@@ -311,7 +311,7 @@ async def test_invalid_user_name_is_not_sent_to_the_server(sandboxes: Sandboxes,
 
 
 @pytest.mark.needs(Capability.USERS)
-async def test_number_of_the_sandbox_user_is_accepted(sandboxes: Sandboxes) -> None:
+async def test_user_id_of_the_sandbox_user_is_accepted(sandboxes: Sandboxes) -> None:
     found = await sandboxes.run(warm("import os, sys; print(os.getuid(), sys.stdin.read())", user="1000", stdin=b"in"))
     assert found.stdout == b"1000 in\n"
     workspace = await sandboxes.open_workspace()

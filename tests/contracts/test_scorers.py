@@ -1,4 +1,4 @@
-"""The guarantees of scorers and verifiers, tested on each kind. To test a new verifier, add a line to CASES."""
+"""Tests the guarantees of scorers and verifiers on each kind. To test a new verifier, add a line to CASES."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.support.waiting import HANG_SECONDS
 
 SUM = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
 FAMILY = {"family": "chain_sum", "answer": SUM["answer"], "metadata": SUM["metadata"]}
-SEED = 11  # with this seed the random model calls the right answer good, and the wrong one bad
+SEED = 11  # with this seed, the model with random weights scores the right answer as good and the wrong answer as bad
 CASES = {
     "reasoning-gym": ScorerCase(ReasoningGymReward(), FAMILY, SUM["answer"]),
     "exact": ScorerCase(ExactReward(), {"family": None, "answer": 17}),
@@ -79,7 +79,7 @@ CASES = {
         ),
         {"answer": "17"},
     ),
-    # The folder is in `model_folder`. A batch of one has the same bits each time.
+    # The folder is in `model_folder`. In batches of one response, the scores are the same bit for bit in each run.
     "model": ScorerCase(ModelReward(path="./taste", label="good", correct_from=0.5, max_batch=1), {"question": ""}),
     "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
@@ -120,7 +120,7 @@ def test_every_scorer_kind_has_a_test_case() -> None:
 
 
 class TestVerifiers(ScorerContract):
-    """The contract, on each verifier."""
+    """The scorer contract, tested on each verifier."""
 
     @pytest.fixture
     def case(self, case: ScorerCase) -> ScorerCase:
@@ -131,12 +131,12 @@ class TestVerifiers(ScorerContract):
 
 
 def grade(_: int, body: Body) -> Reply:
-    """Find the response right that is 17, as a judge."""
+    """Answer as a judge that finds only the response 17 right."""
     return verdict(score=10 * ("]\n17\n[" in body["messages"][-1]["content"]))
 
 
 class TestJudge(ScorerContract):
-    """The contract, on a judge behind an endpoint."""
+    """The scorer contract, tested on a judge behind an endpoint."""
 
     @pytest.fixture
     def case(self) -> Iterator[ScorerCase]:
@@ -145,7 +145,7 @@ class TestJudge(ScorerContract):
 
     @pytest.fixture
     def verify(self, case: ScorerCase, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verifier:
-        """Score texts as the scorer does; an event loop has a scorer of its own."""
+        """Score texts as the scorer does. Each event loop has its own scorer."""
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         scorers: dict[asyncio.AbstractEventLoop, asyncio.Task[Scorer]] = {}
 
@@ -211,7 +211,7 @@ CLOSE = Score(0.75, "close", Outcome.PARTIAL, PARTS)
     "name", [name if name in ("one", "several_later") else pytest.param(name, marks=pytest.mark.soak) for name in FORMS]
 )
 async def test_every_response_gets_an_outcome(pool: Callable[..., Scorer], name: str) -> None:
-    """A response at fault changes no other score, whatever the form of the function."""
+    """A response that causes an error changes no other score, whatever the signature of the scorer function is."""
     scorer = pool(name, deadline_seconds=3.0)
     faults = ({"raises": True}, {"sleep": 60}, {"dies": True}, {"answer": {1}})
     references = [{}, {}, *faults, {}]
@@ -237,7 +237,7 @@ async def test_format_penalty_applies_to_every_return_type(pool: Callable[..., S
 
 @pytest.mark.long
 async def test_exit_in_an_asyncio_task_kills_the_scorer_worker(pool: Callable[..., Scorer]) -> None:
-    """The worker ends at once: it waits neither for more input nor for the deadline."""
+    """The worker process ends at once, without waiting for more input or for the deadline."""
     [fine, exited, cancelled] = await score_all(pool("later"), [{}, {"exits": True}, {"cancels": True}])
     assert fine == CLOSE
     assert exited == Score(0.0, "the reward worker died twice on this response", Outcome.KILLED)
@@ -247,13 +247,13 @@ async def test_exit_in_an_asyncio_task_kills_the_scorer_worker(pool: Callable[..
 
 @pytest.mark.long
 async def test_asynchronous_scorer_scores_many_responses_at_once(pool: Callable[..., Scorer]) -> None:
-    """Each response is scored only once eight are being scored, and more of them arrive meanwhile."""
+    """No response gets its score until eight responses are being scored. More responses arrive meanwhile."""
     found = await score_all(pool("meet", at_once=8), [{"of": 8}] * 20)
     assert found == [Score(1.0)] * 20
 
 
 @pytest.mark.long
-async def test_scorer_function_gets_at_most_at_once_responses(pool: Callable[..., Scorer]) -> None:
+async def test_scorer_call_has_no_more_responses_than_at_once(pool: Callable[..., Scorer]) -> None:
     """If a call fails, for example because a score is missing, each response is scored alone."""
     found = await score_all(pool("count", at_once=16), [{}] * 40)
     assert [score.value for score in found] == [0.16] * 32 + [0.08] * 8
@@ -308,7 +308,9 @@ def test_reason_names_both_wrong_form_and_verifier_error() -> None:
 
 
 def test_format_penalty_is_the_same_with_every_verifier(case: ScorerCase, verify: Verifier) -> None:
-    """The oracle searches the tags as text, and subtracts the penalty from the score of the answer without a form."""
+    """The expected score comes from a search for the tags in the text. The penalty is subtracted from the score of the
+    answer without tags.
+    """
     for answer in (case.right, *ODD):
         for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):
             plain = score_response(verify, "tag", response, case.reference)

@@ -1,4 +1,6 @@
-"""Rows that share tokens have the log-probs and gradients of separate rows, on each architecture that shares."""
+"""Tests that rows with shared tokens get the log-probs and gradients of separate rows, on each model architecture that
+supports sharing.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_shared_tokens_give_the_results_of_separate_rows(name: str) -> None:
 def test_model_that_ignores_mask_or_positions_is_refused(unheard: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the mask, a response attends to the response before it.
 
-    Without positions, the second response has positions that follow the first response instead of the prompt.
+    Without the positions, those of the second response would follow the first response instead of the prompt.
     """
     model = model_of("llama")
     forward = model.model.forward
@@ -73,7 +75,7 @@ def test_model_that_ignores_blocks_gets_a_dense_mask(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("value", "prefixes"), [("all", True), ("prompts", False), ("none", None)])
-def test_config_says_which_tokens_are_shared(value: str, prefixes: bool | None) -> None:
+def test_config_key_selects_which_tokens_are_shared(value: str, prefixes: bool | None) -> None:
     made = learner_of(model_of("llama"), share_prefixes=value)
     assert (made.sharing and made.sharing.prefixes) == prefixes
     assert made.model.config._attn_implementation == ("rollflow_paths" if prefixes else "sdpa")

@@ -1,4 +1,6 @@
-"""Log-probs equal those of the model's own forward, for any head, on tiny random models of many architectures."""
+"""Tests that a learner's log-probs equal those of the model's own forward pass, on tiny random models of many
+architectures with different output heads.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ OTHERS: Mapping[str, Mapping[str, object]] = {  # architectures that only some t
     "deepseek_v3": SHAPE
     | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1}
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1, "num_experts_per_tok": 2}
-    | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},  # part of the gate stays in float32
+    | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},  # part of the experts' gate stays in float32
     "qwen3_moe": SHAPE
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
     "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
@@ -104,7 +106,7 @@ def model_of(name: str, more: Mapping[str, object] = NOTHING) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**(ARCHITECTURES | OTHERS)[name], **more})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # change biases, too, which start as zeros
+    for parameter in model.parameters():  # biases, which start as zeros, are also changed
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
 
@@ -125,7 +127,7 @@ def one_row() -> tuple[list[int], TrajectoryBatch]:
 
 
 def by_the_model(model: Any, tokens: list[int], temperature: float = 1.0) -> Tensor:
-    """Return the log-probs of tokens[1:], computed by transformers."""
+    """Return the log-probs of `tokens[1:]`, computed by transformers."""
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.tensor([tokens])).logits[0, :-1]
     logp = torch.log_softmax(logits / temperature, -1)
@@ -140,7 +142,7 @@ def test_every_forward_pass_uses_the_models_own_head(name: str) -> None:
     made.step(batch, 0)
     probe = torch.tensor(made.logprobs(tokens))
     expected = by_the_model(made.model, tokens)
-    assert float(expected.std()) > 0.3  # equal log-probs could not show a difference
+    assert float(expected.std()) > 0.3  # if all log-probs were equal, no difference could show
     for found in (spy.before[0], spy.trained[0].logp_M.detach(), probe[3:]):
         torch.testing.assert_close(found, expected[3:], atol=1e-5, rtol=0)
     torch.testing.assert_close(probe, expected, atol=1e-5, rtol=0)
@@ -186,23 +188,26 @@ def written_to(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
-def test_learner_computes_every_term_of_the_config(name: str, tmp_path: Path) -> None:
+def test_learner_applies_every_attention_term_of_a_config(name: str, tmp_path: Path) -> None:
     """Log-probs equal those of transformers' eager attention, which drops no term.
 
-    The tokens reach beyond sliding windows and beyond the original length of scaled positions.
+    The row is longer than the sliding windows, and longer than the original context length of models with scaled
+    positions.
     """
     folder, tokens = written_to(tmp_path, name), torch.tensor([tokens_of(48)])
     found = load_model(folder, "float32", trained=True)
     eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         ours, theirs = (torch.log_softmax(model(tokens).logits[0], -1) for model in (found, eager))
-    assert float(theirs.std()) > 0.3  # equal log-probs could not show a difference
+    assert float(theirs.std()) > 0.3  # if all log-probs were equal, no difference could show
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
 def test_attention_wrapper_passes_on_all_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument that a future model passes to its attention fails this test until it is listed in this module."""
+    """If a future model passes a new argument to its attention, this test fails until the argument is listed in this
+    module.
+    """
     given: set[str] = set()
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -217,7 +222,9 @@ def test_attention_wrapper_passes_on_all_arguments(name: str, tmp_path: Path, mo
 
 
 def test_default_attention_drops_a_softcap(tmp_path: Path) -> None:
-    """The weights of `written_to` are large enough to show the softcap; recorded runs keep the default attention."""
+    """The weights of `written_to` are so large that the softcap changes the log-probs. Recorded runs keep the default
+    attention.
+    """
     folder, tokens = written_to(tmp_path, "gemma2"), torch.tensor([tokens_of(48)])
     with torch.no_grad():
         exact, default = (
@@ -239,7 +246,7 @@ def test_dropout_is_off_during_training(name: str) -> None:
 
 
 def test_model_without_a_separable_head_is_refused() -> None:
-    """One model uses more than the last hidden state in its forward; the other model is its own decoder."""
+    """The forward pass of one model uses more than the last hidden state. The other model is its own decoder."""
     odd = model_of("llama")
     plain = type(odd).forward
 
@@ -275,7 +282,7 @@ def test_logprob_distance_is_infinite_for_a_nan_or_infinity() -> None:
         assert measure_distance(one, other) == math.inf
 
 
-# --- a chunk of tokens at a time ----------------------------------------------------------------------------
+# --- log-probs that are computed for one chunk of tokens at a time ------------------------------------------
 
 ROWS, LENGTH = 20, 11
 HEAD = (32, VOCABULARY)  # the shape of the head's weights, transposed
@@ -315,7 +322,9 @@ def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperatu
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2", "phi"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_number_of_chunks_does_not_change_log_probs(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probs and entropies are equal with and without chunks; the head's gradients are summed in another order."""
+    """Log-probs and entropies are equal with and without chunks. Only the gradients of the output head are summed in
+    another order.
+    """
     model = model_of(name)
     whole = pass_over(model, ROWS * LENGTH, monkeypatch)
     found = pass_over(model, chunk, monkeypatch)

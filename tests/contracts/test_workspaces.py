@@ -1,4 +1,5 @@
-"""The contract of workspaces and their sessions, on every kind of sandbox that has sessions on this machine."""
+"""Tests the contract of workspaces and their sessions, on every kind of sandbox that supports sessions on this machine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from rollflow.tasks.sandboxes.workspace import BoxWorkspace
 from tests.support.sandbox_kinds import KINDS, LONG, SMALL, start_kind
 from tests.support.sandbox_processes import list_sandbox_processes
 
-SOON = 0.5  # deadline of a run that never ends
+SOON = 0.5  # deadline, in seconds, of a program that never ends
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -96,7 +97,7 @@ async def test_session_that_does_not_stop_is_replaced(workspace: Workspace) -> N
     assert (await python.run("'x' in globals()", LONG)).output.strip() == b"False"
 
 
-async def test_error_with_own_with_traceback_keeps_the_session(workspace: Workspace) -> None:
+async def test_session_continues_after_an_exception_without_traceback(workspace: Workspace) -> None:
     python = await workspace.open_session(SessionKind.PYTHON)
     found = await python.run("x = 5\nclass Odd(Exception):\n    with_traceback = None\nraise Odd('mine')", LONG)
     assert (found.return_code, found.lost) == (1, "")
@@ -131,7 +132,7 @@ async def test_memory_limit_ends_sessions_but_keeps_files(workspace: Workspace) 
     assert await workspace.download("file") == b"kept\n"
 
 
-async def test_commands_files_and_sessions_work_side_by_side(workspace: Workspace) -> None:
+async def test_commands_files_and_sessions_can_be_used_concurrently(workspace: Workspace) -> None:
     shell, other = await workspace.open_session(), await workspace.open_session()
     waiting = asyncio.create_task(shell.run("while ! test -e go; do sleep 0.01; done; cat go", LONG))
     assert (await other.run("echo other", LONG)).output.strip() == b"other"
@@ -147,7 +148,7 @@ async def test_commands_files_and_sessions_work_side_by_side(workspace: Workspac
 
 @pytest.mark.parametrize("kind", SessionKind)
 async def test_session_continues_after_a_cancelled_command(workspace: Workspace, kind: SessionKind) -> None:
-    """Code that a caller stopped waiting for is interrupted, and the session keeps its state."""
+    """If a caller stops waiting for its code, the code is interrupted, and the session keeps its state."""
     is_shell = kind is SessionKind.SHELL
     session = await workspace.open_session(kind)
     await session.run("x=5" if is_shell else "x = 5", LONG)
@@ -211,7 +212,7 @@ async def test_closed_workspace_leaves_no_process(sandboxes: Sandboxes) -> None:
     await workspace.close()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    async with asyncio.timeout(2 * LONG):  # on a slow disk, deleting the sandbox's folder takes long
+    async with asyncio.timeout(2 * LONG):  # on a slow disk, deleting the sandbox's folder takes a long time
         while len(list_sandbox_processes()) > before:
             await asyncio.sleep(0.02)
     with pytest.raises(SandboxFailed):
@@ -220,7 +221,7 @@ async def test_closed_workspace_leaves_no_process(sandboxes: Sandboxes) -> None:
         await workspace.download("file")
 
 
-async def test_file_paths_do_not_leave_the_workspace(workspace: Workspace) -> None:
+async def test_special_file_or_path_outside_the_workspace_is_refused(workspace: Workspace) -> None:
     shell = await workspace.open_session()
     await shell.run("ln -s /proc/self/mem memory; ln -s /proc/self/environ environ; mkfifo pipe; mkdir folder", LONG)
     for path in ("memory", "environ", "pipe", "folder", "/proc/1/environ", "none", "../../../x"):

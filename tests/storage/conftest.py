@@ -1,4 +1,4 @@
-"""Fixtures: stores for a run, in a folder and in memory."""
+"""Provides stores for a run as fixtures, in a folder and in memory."""
 
 from __future__ import annotations
 

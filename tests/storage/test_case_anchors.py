@@ -1,4 +1,6 @@
-"""The stored anchors of adaptive deadlines: they only rise, and a damaged record costs only time."""
+"""Tests of the stored run times of test cases, from which adaptive deadlines are computed: stored run times only rise,
+and a damaged record counts as empty.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,7 @@ def test_damaged_record_of_test_case_times_counts_as_empty(damaged: str) -> None
     learned=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 3), SECONDS)),
     every=st.integers(1, 4),
 )
-def test_exchanged_records_of_test_case_times_become_equal(
-    learned: list[tuple[bool, str, int, float]], every: int
-) -> None:
+def test_processes_that_exchange_test_case_times_agree(learned: list[tuple[bool, str, int, float]], every: int) -> None:
     one, other, known = CaseAnchors(), CaseAnchors(), CaseAnchors()
 
     def exchange() -> None:
@@ -72,4 +72,5 @@ def test_exchanged_records_of_test_case_times_become_equal(
     assert one.select_news(known) == {}
     for row, case in {(row, case) for _, row, case, _ in learned}:
         longest = max(s for _, r, c, s in learned if (r, c) == (row, case))
-        assert longest <= one.list_row(row)[case] <= longest + 0.0101  # an exchange does not round up again
+        # run times that are exchanged are not rounded up a second time
+        assert longest <= one.list_row(row)[case] <= longest + 0.0101

@@ -1,4 +1,4 @@
-"""Tests of the cost of a commit, as counts: decisions, hashes and disk syncs."""
+"""Tests of the cost of a commit: the numbers of calls of `decide`, of hashes and of disk syncs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def test_batch_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert hashed == [5, 3_000_000]
 
 
-def test_batch_bytes_are_equal_for_each_way_to_join_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns joined in Arrow's memory or in Python's give the same file, also if a group adds nothing to a column."""
+def test_batch_file_does_not_depend_on_how_columns_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that are joined in Arrow's or in Python's memory give the same file, even if a group adds nothing to a
+    column.
+    """
     one = group(0).trajectories[0]
     silent = replace(one, tokens=(), loss_mask=(), logprobs=(), versions=(), reason="")
     long = replace(one, tokens=(7,) * 3000, loss_mask=(True,) * 3000, logprobs=(-1.0,) * 3000, versions=(0,) * 3000)
@@ -101,7 +103,8 @@ def test_batch_commit_syncs_both_files_and_their_folders(tmp_path: Path, monkeyp
 
 def test_new_folder_is_synced_to_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalStore(tmp_path / "run")
-    (run.root / "a/b").mkdir(parents=True)  # folders of a writer that was killed before the sync
+    # these folders were created by a writer that was killed before it synced them
+    (run.root / "a/b").mkdir(parents=True)
     folders = [name for name in synced_by(lambda: run.put("a/b/c", b"1"), run.root, monkeypatch) if ".tmp" not in name]
     assert {".", "a", "a/b"} <= {*folders}
     again = synced_by(lambda: run.put("a/b/d", b"2"), run.root, monkeypatch)

@@ -1,5 +1,6 @@
-"""Tests of deltas: any two files of the same size give a delta that rebuilds the second file, or the file is stored
-whole; damaged deltas are refused."""
+"""Tests of deltas (differences between two weight files of the same size): a delta rebuilds the second file from the
+first one, or the file is stored whole. Damaged deltas are refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def hashed(data: bytes) -> str:
 
 
 def rebuilt(before: bytes, data: bytes) -> bytes:
-    """Apply a delta in the way of a reader."""
+    """Apply a delta as a reader does, and return the resulting file."""
     target = bytearray(before)
     read_delta(memoryview(data)).apply(memoryview(target))
     return bytes(target)
@@ -57,7 +58,7 @@ def check_round_trip(before: bytes, after: list[memoryview]) -> bytes | None:
 def test_delta_rebuilds_any_safetensors_file(
     shapes: list[tuple[str, int]], share: float, seed: int, elements: int
 ) -> None:
-    """Elements of all sizes, empty tensors, chunks that end within a tensor."""
+    """The files have elements of all sizes, empty tensors, and chunks that end within a tensor."""
     draw = np.random.default_rng(seed)
     kinds = [(kind, draw.integers(0, 256, count * int(TYPES[kind][-1]), np.uint8)) for kind, count in shapes]
     old = {f"t{n}": (kind, values.view(TYPES[kind])) for n, (kind, values) in enumerate(kinds)}
@@ -71,7 +72,7 @@ def test_delta_rebuilds_any_safetensors_file(
 @given(st.binary(max_size=4000), st.data())
 @settings(max_examples=100, deadline=None)
 def test_delta_rebuilds_files_of_any_bytes(before: bytes, data: st.DataObject) -> None:
-    """Files that are no safetensors files, in buffers with any borders."""
+    """The files are not safetensors files, and are divided into buffers at any positions."""
     after = bytearray(before)
     for place in data.draw(st.lists(st.integers(0, max(len(before) - 1, 0)), max_size=9)) if before else []:
         after[place] ^= data.draw(st.integers(0, 255))
@@ -82,8 +83,8 @@ def test_delta_rebuilds_files_of_any_bytes(before: bytes, data: st.DataObject) -
 
 @given(st.data(), st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=60, deadline=None)
-def test_changes_are_exact_for_all_bit_patterns(data: st.DataObject, width: int) -> None:
-    """Steps wrap around, so also NaN, infinity and the sign are exact."""
+def test_encoded_changes_are_exact_for_all_bit_patterns(data: st.DataObject, width: int) -> None:
+    """The integer steps wrap around, so NaN, infinity and the sign are also exact."""
     numbers = arrays.arrays(unsigned_type(width), data.draw(st.integers(1, 600)))
     before, other = data.draw(numbers), data.draw(numbers)
     after = before.copy()
@@ -99,8 +100,9 @@ def test_changes_are_exact_for_all_bit_patterns(data: st.DataObject, width: int)
 
 
 def test_sparse_changes_by_one_step_take_few_bytes() -> None:
-    """One of 200 bfloat16 elements changes by one step. By the entropy of such changes, 0.051 bits for each element, a
-    delta can be at most 315 times smaller than the file."""
+    """One of 200 bfloat16 elements changes by one step. The entropy of such changes is 0.051 bits per element, so a
+    delta can be at most 315 times smaller than the file.
+    """
     draw = np.random.default_rng(0)
     values = draw.normal(0, 0.02, 2_000_000).astype(np.float32).view("<u4") >> 16
     old = {"w": ("BF16", values.astype("<u2"))}
@@ -117,7 +119,7 @@ def test_file_in_which_most_elements_changed_is_stored_whole() -> None:
     assert check_round_trip(b"".join(safetensors(old)), safetensors(new)) is None
 
 
-def test_tensor_of_which_most_changed_is_whole_in_the_delta() -> None:
+def test_mostly_changed_tensor_is_stored_whole_in_the_delta() -> None:
     draw = np.random.default_rng(0)
     small, large = (draw.integers(0, 2**16, count, np.uint16) for count in (100, 5000))
     old = {"a": ("BF16", small), "b": ("BF16", large)}
@@ -148,7 +150,9 @@ def a_delta() -> tuple[bytes, bytes, bytes]:
 @given(st.integers(0, 10**6), st.integers(1, 255))
 @settings(max_examples=100, deadline=None)
 def test_altered_delta_is_refused_or_gives_another_file(place: int, mask: int) -> None:
-    """Readers compare the sha256 of the result; no altered delta crashes a reader or writes outside of the file."""
+    """No altered delta crashes a reader or writes outside of the file. Readers compare the sha256 of the resulting
+    file.
+    """
     before, after, data = a_delta()
     altered = bytearray(data)
     altered[place % len(data)] ^= mask
@@ -174,7 +178,7 @@ def test_delta_of_a_file_of_another_size_is_refused() -> None:
         rebuilt(before + b"x", data)
 
 
-def test_chunks_outside_of_the_file_are_refused() -> None:
+def test_delta_chunks_outside_of_the_file_are_refused() -> None:
     before, _, data = a_delta()
     begin = len(MAGIC) + 8
     size = int.from_bytes(data[len(MAGIC) : begin], "little")
@@ -188,7 +192,7 @@ def test_chunks_outside_of_the_file_are_refused() -> None:
             rebuilt(before, MAGIC + len(altered).to_bytes(8, "little") + altered + rest)
 
 
-def test_stretches_join_tensors_with_elements_of_the_same_size() -> None:
+def test_adjacent_tensors_with_equal_element_size_are_joined() -> None:
     file = b"".join(
         safetensors(
             {"a": ("F32", np.zeros(3, "<u4")), "b": ("BF16", np.zeros(2, "<u2")), "c": ("BF16", np.zeros(1, "<u2"))}

@@ -1,5 +1,6 @@
-"""Policy versions whose weights are stored as deltas: every reader gets the same bytes, pruning keeps what is needed,
-whenever a learner dies, and the audit finds each fault."""
+"""Tests of policy versions whose weights are stored as deltas. Every reader gets the same bytes, and the audit finds
+each fault. Pruning keeps all objects that are needed, at whatever moment a learner dies.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ Files = Mapping[str, bytes]
 
 
 def trained(run: ObjectStore, versions: int, full_every: int, **kept: int) -> tuple[PolicyStore, list[Files]]:
-    """Publish versions, and return the files of each."""
+    """Publish policy versions, and return the files of each version."""
     begin(run, full_every=full_every, **kept)
     policies, writer = learning(run)
     return policies, [*train_weights(policies, writer, DriftingWeights(), ParentWeights(full_every), versions)]
@@ -52,7 +53,7 @@ def names(folder: Path) -> dict[str, bytes]:
 
 
 def check_readers(run: ObjectStore, number: int, files: Files, folder: Path) -> None:
-    """Read a version's weights in each way."""
+    """Read a version's weights by each method of the policy store, and compare the bytes with `files`."""
     policies = PolicyStore(Log(run))
     version = policies.find(number)
     policies.check_kept(version)
@@ -86,7 +87,7 @@ def test_deltas_are_much_smaller_than_the_weights(run: ObjectStore) -> None:
     assert sum(stored.size for stored in version.stored_weights) < sum(stored.size for stored in version.weights) / 8
 
 
-def test_run_without_deltas_writes_no_field_for_them(memory: MemoryStore) -> None:
+def test_log_entry_without_deltas_has_no_deltas_field(memory: MemoryStore) -> None:
     trained(memory, 2, 1)
     assert not any(b"deltas" in memory.get(path) for path in memory.list("log"))
     trained(other := MemoryStore(uuid.uuid4().hex), 2, 2)
@@ -94,7 +95,7 @@ def test_run_without_deltas_writes_no_field_for_them(memory: MemoryStore) -> Non
 
 
 def test_file_in_which_all_elements_changed_is_stored_whole(run: ObjectStore, tmp_path: Path) -> None:
-    """The next version may again be a delta, to the whole file."""
+    """The next version may again be stored as a delta to the whole file."""
     begin(run, full_every=10)
     (policies, writer), (batches, scheduler) = learning(run), scheduling(run)
     weights, parent, made = DriftingWeights(), ParentWeights(10), []
@@ -122,7 +123,7 @@ def test_learner_that_restarts_continues_with_deltas(run: ObjectStore, tmp_path:
         check_readers(run, number, files, tmp_path)
 
 
-def test_copy_that_differs_from_the_published_file_is_no_parent(run: ObjectStore) -> None:
+def test_copy_that_differs_from_published_weights_is_not_used(run: ObjectStore) -> None:
     policies, made = trained(run, 1, 4)
     parent = ParentWeights(4)
     wrong = {name: data[:-1] + b"?" for name, data in made[0].items()}
@@ -132,8 +133,8 @@ def test_copy_that_differs_from_the_published_file_is_no_parent(run: ObjectStore
     assert policies.find(1).deltas == ()
 
 
-def test_failed_upload_makes_the_next_version_whole(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failure half-way, the copies may be of either version."""
+def test_version_after_a_failed_upload_is_stored_whole(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an upload that failed half-way, the learner's copies may contain the weights of either version."""
     begin(memory, full_every=10)
     policies, writer = learning(memory)
     weights, parent = DriftingWeights(), ParentWeights(10)
@@ -171,7 +172,7 @@ class Lives:
         self.restart()
 
     def restart(self, *, blank: bool = False) -> None:
-        """Start another learner; with `blank`, one that has no copy of the parent's weights."""
+        """Start another learner; if `blank` is true, the new learner has no copy of the parent's weights."""
         self.policies, self.writer = learning(self.run)
         self.parent = ParentWeights(self.policies.retention.full_every) if blank else restored_parent(self.policies)
 
@@ -180,20 +181,20 @@ class Lives:
         self.made += train_weights(self.policies, self.writer, self.weights, self.parent, 1)
 
     def kill(self) -> None:
-        """Store the objects of the next version, and die before the log entry."""
+        """Store the objects of the next version, and die before the log entry is appended."""
         other = DriftingWeights(seed=len(self.made), share=0.3)
         stage_weights(self.policies, self.writer, self.policies.newest() + 1, other.files, self.parent)
         self.restart()
 
     def prune(self, *, half_way: bool = False) -> None:
-        """Prune; with `half_way`, die before all objects are deleted."""
+        """Prune old versions; if `half_way` is true, die before all objects are deleted."""
         with pytest.MonkeyPatch.context() as patch:
             if half_way:
                 patch.setattr(MemoryStore, "delete", lambda *of: None)
             self.policies.prune(self.writer)
 
     def act(self, event: str) -> None:
-        """Let an event happen."""
+        """Carry out the event of this name."""
         events: Mapping[str, Callable[[], None]] = {
             "train": self.train,
             "prune": self.prune,
@@ -211,7 +212,7 @@ class Lives:
             self.run.delete(orphan.path)
 
     def check(self) -> None:
-        """Check that each needed version has its bytes, and that the audit is clean."""
+        """Check that each needed version can be read, and that the audit finds no violation."""
         policies, newest = PolicyStore(Log(self.run)), len(self.made) - 1
         for number, files in enumerate(self.made):
             version = policies.find(number)
@@ -226,14 +227,14 @@ class Lives:
 @given(RULES, EVENTS)
 @settings(deadline=None, max_examples=40)
 def test_needed_versions_can_be_rebuilt_whenever_a_learner_dies(rules: dict[str, int], events: list[str]) -> None:
-    """Versions are pruned and learners die at any point."""
+    """Versions may be pruned and learners may die at any time."""
     lives = Lives(rules)
     for event in events:
         lives.act(event)
     lives.check()
 
 
-def test_version_in_use_keeps_the_versions_it_needs(memory: MemoryStore, tmp_path: Path) -> None:
+def test_version_in_use_keeps_the_weights_it_is_rebuilt_from(memory: MemoryStore, tmp_path: Path) -> None:
     begin(memory, full_every=4, keep_last=1, keep_every=100)
     policies, writer = learning(memory)
     made = train_weights(policies, writer, DriftingWeights(), ParentWeights(4), 14)
@@ -248,7 +249,7 @@ def test_version_in_use_keeps_the_versions_it_needs(memory: MemoryStore, tmp_pat
 
 
 def test_machine_fetches_each_delta_once(memory: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of a version is built from that of an earlier version; a version may be skipped."""
+    """The folder of a version is built from the folder of an earlier version, which need not be the previous one."""
     _, made = trained(memory, 9, 100, keep_last=100)
     read: list[str] = []
     get = MemoryStore.get
@@ -273,8 +274,10 @@ def bits_of(files: Files) -> dict[str, np.ndarray]:
     return found
 
 
-def test_folder_says_which_elements_changed(run: ObjectStore, tmp_path: Path) -> None:
-    """The positions are those of all elements that differ, for each earlier version since the newest full version."""
+def test_weights_folder_says_which_elements_changed(run: ObjectStore, tmp_path: Path) -> None:
+    """For each earlier version since the newest full version, the folder gives the positions of all elements that
+    differ.
+    """
     policies, made = trained(run, 8, 4, keep_last=100)
     folder = policies.weights_folder(policies.find(7), tmp_path)
     for before in range(7):
@@ -292,8 +295,10 @@ def test_folder_says_which_elements_changed(run: ObjectStore, tmp_path: Path) ->
             assert values == {place: new[name][place] for place in values}
 
 
-def test_damaged_cached_parent_is_noticed(memory: MemoryStore, tmp_path: Path) -> None:
-    """The cache's files are not checked again, but the file that is made from them is; the store is used instead."""
+def test_damaged_cached_weights_are_not_used_for_a_rebuild(memory: MemoryStore, tmp_path: Path) -> None:
+    """The cached files are not checked again, but a file that is rebuilt from them is. If it is wrong, the stored
+    objects are used.
+    """
     policies, made = trained(memory, 3, 10)
     folder = policies.weights_folder(policies.find(1), tmp_path)
     data = bytearray((folder / "model-2.safetensors").read_bytes())
@@ -355,7 +360,7 @@ def publish_forged(
 
 
 def test_audit_finds_a_delta_to_another_parent(run: ObjectStore) -> None:
-    """The delta is intact, and the log names its hash, but it is the difference to another file."""
+    """The delta is intact, and the log names its hash, but the delta is the difference to another file."""
 
     def wrong(body: VersionPublished, policies: PolicyStore, writer: Writer) -> VersionPublished:
         old = bytes(policies.read(policies.find(0).weights[0]))
@@ -385,14 +390,14 @@ def test_audit_finds_a_delta_to_a_missing_file(run: ObjectStore) -> None:
         PolicyStore(Log(run)).read(version.weights[-1])
 
 
-def test_hashed_delta_with_wrong_gaps_is_corrupt(run: ObjectStore, tmp_path: Path) -> None:
-    """The log names the hash of the faulty delta, so only its streams are wrong."""
+def test_delta_with_a_valid_hash_but_wrong_gaps_is_corrupt(run: ObjectStore, tmp_path: Path) -> None:
+    """The log names the hash of the faulty delta, so only the delta's content reveals the fault."""
 
     def wrong(body: VersionPublished, policies: PolicyStore, writer: Writer) -> VersionPublished:
         data = bytes(policies.store.get(policies.find(1).deltas[0].path))
         begin, size = len(MAGIC) + 8, int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
         header = json.loads(data[begin : begin + size])
-        header["chunks"][-1][3] -= 1  # fewer changed elements than the gaps say
+        header["chunks"][-1][3] -= 1  # the header now states fewer changed elements than there are gaps
         head = json.dumps(header).encode()
         forged = MAGIC + len(head).to_bytes(8, "little") + head + data[begin + size :]
         path = body.deltas[0].path
@@ -408,7 +413,7 @@ def test_hashed_delta_with_wrong_gaps_is_corrupt(run: ObjectStore, tmp_path: Pat
         policies.weights_folder(version, tmp_path)
 
 
-def test_truncated_full_version_is_corrupt(tmp_path: Path) -> None:
+def test_version_with_a_truncated_whole_file_is_corrupt(tmp_path: Path) -> None:
     """An empty file cannot be memory-mapped."""
     policies, made = trained(LocalStore(tmp_path / "run"), 3, 4)
     whole = policies.store.local_path(policies.find(0).weights[0].path)
@@ -423,7 +428,7 @@ def test_truncated_full_version_is_corrupt(tmp_path: Path) -> None:
 
 
 def test_cache_makes_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is rebuilt again after unused folders were removed."""
+    """If the disk is full, unused folders are removed, and the file is rebuilt again."""
     policies, made = trained(LocalStore(tmp_path / "run"), 4, 4, keep_last=100)
     cache, copy = tmp_path / "cache", shutil.copyfile
     policies.weights_folder(policies.find(1), cache)
@@ -436,7 +441,7 @@ def test_cache_makes_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mon
         return copy(source, target)
 
     monkeypatch.setattr(shutil, "copyfile", copied)
-    monkeypatch.setattr(PolicyStore, "_find_cached", lambda *given: None)  # no folder is held
+    monkeypatch.setattr(PolicyStore, "_find_cached", lambda *given: None)  # no earlier folder is found in the cache
     assert names(policies.weights_folder(policies.find(3), cache)) == made[3]
 
 
@@ -448,8 +453,10 @@ def test_delta_without_a_weight_file_is_refused(run: ObjectStore) -> None:
         publish_forged(run, wrong)
 
 
-def test_chain_longer_than_full_every_is_refused(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full version that is stored as deltas makes a chain too long; the audit finds the log entry, too."""
+def test_delta_chain_longer_than_full_every_is_refused(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain is too long because a version that must be stored whole is stored as deltas. The audit also reports the
+    log entry.
+    """
     policies, _ = trained(run, 4, 4)
     policies, writer = learning(run)
     parent = restored_parent(policies)
@@ -467,8 +474,8 @@ def test_chain_longer_than_full_every_is_refused(run: ObjectStore, monkeypatch: 
     assert any("must store its weights whole" in violation.what for violation in violations)
 
 
-def test_plain_audit_rebuilds_versions_from_before_its_start(run: ObjectStore) -> None:
-    """The chain of a new version begins before the newest clean audit."""
+def test_audit_rebuilds_weights_from_before_its_first_entry(run: ObjectStore) -> None:
+    """The delta chain of a new version begins with a version that an earlier audit has checked."""
     policies, _ = trained(run, 6, 100, keep_last=100)
     assert audit(run).clean
     policies, writer = learning(run)
@@ -480,7 +487,9 @@ def test_plain_audit_rebuilds_versions_from_before_its_start(run: ObjectStore) -
 
 
 def test_whole_file_replaces_a_damaged_delta(run: ObjectStore, tmp_path: Path) -> None:
-    """The learner stores a file again that a replay has computed; readers and the audit accept it."""
+    """A replay has computed a weight file, and the learner stores the whole file again. Readers and the audit accept
+    the file.
+    """
     policies, made = trained(run, 8, 4, keep_last=100)
     flip(run, first_delta(policies, 6).path)
     assert not audit(run, deep=True).clean
@@ -491,8 +500,10 @@ def test_whole_file_replaces_a_damaged_delta(run: ObjectStore, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_versions_after_a_replaced_delta_are_read(run: ObjectStore, tmp_path: Path, lost: bool) -> None:
-    """The chain of a later version begins with the whole file that replaced the delta; another damage is noticed."""
+def test_versions_after_a_replaced_delta_can_be_read(run: ObjectStore, tmp_path: Path, lost: bool) -> None:
+    """The chain of a later version begins with the whole file that replaced the delta. If this file is damaged, too,
+    reading fails.
+    """
     policies, made = trained(run, 6, 100, keep_last=100)
     delta = first_delta(policies, 3)
     run.put(delta.path.removesuffix(DELTA), made[3][delta.path.split("/", 3)[3].removesuffix(DELTA)])

@@ -56,7 +56,7 @@ def test_log_entry_above_the_size_limit_has_an_index_object(monkeypatch: pytest.
 
 
 def test_json_of_a_log_entry_contains_every_field() -> None:
-    """The JSON contains every field, also those with default values, so that other readers need no defaults."""
+    """The JSON also contains fields with default values, so that other readers need not know the defaults."""
     tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (TrainedGroup(4, 1, 2, 3, 9),), (8,)))).data)
     tree.pop("seal")
     assert tree == {
@@ -110,7 +110,9 @@ def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
 
 
 def test_old_void_entry_without_a_cause_is_read_as_damage() -> None:
-    """A void without a cause is read as damage; unknown fields are ignored, so an older reader reads newer entries."""
+    """If the entry of a voided batch names no cause, the cause is read as "damage". Unknown fields are ignored, so that
+    older releases can read newer entries.
+    """
     older, newer = (resealed(lambda tree, at=at: at(tree["body"])) for at in (lambda b: b.pop("cause"), knows_more))
     for data in (older, newer):
         assert decode(data, 7, dict[str, bytes]().__getitem__).entry.body == BatchVoided(1, 5, "damaged", "damaged")
@@ -156,7 +158,7 @@ def test_every_changed_byte_of_a_log_entry_is_detected(place: int, value: int) -
     try:
         assert decode(bytes(data), 7, lambda path: b"").entry == decode(WHOLE, 7, lambda path: b"").entry
     except Corrupt as error:
-        assert entry_path(7) in str(error)  # noqa: PT017 - an error and no error are both right
+        assert entry_path(7) in str(error)  # noqa: PT017 - the entry may be corrupt or readable
 
 
 @settings(max_examples=100, deadline=None)

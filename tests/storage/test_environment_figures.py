@@ -1,4 +1,4 @@
-"""Figures of environments: sums over processes and supervisors."""
+"""Tests of the figures (counters) of environments, which are summed over processes and supervisors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FIGURES = st.fixed_dictionaries({"resets": st.integers(0, 1000), "seconds": st.i
 
 
 @given(st.dictionaries(st.sampled_from("abc"), FIGURES), st.data())
-def test_newest_environment_figures_of_a_process_count_once(
+def test_repeated_environment_measurements_are_not_added_up(
     newest: dict[str, dict[str, int]], data: st.DataObject
 ) -> None:
-    """Old and new measurements arrive in any order, and by several supervisors."""
+    """Old and new measurements arrive in any order, and from several supervisors."""
     uses = [EnvironmentUse(name, "trl", dict(one)) for name, one in newest.items()]
     older = [use._replace(figures={name: one // 2 for name, one in use.figures.items()}) for use in uses]
     first, second, store = EnvironmentUses(), EnvironmentUses(), MemoryStore("figures")
@@ -34,14 +34,14 @@ def test_newest_environment_figures_of_a_process_count_once(
     assert read_environment_uses(store).totals() == ({"trl": expected} if newest else {})
 
 
-def test_kinds_of_environment_are_summed_separately() -> None:
+def test_figures_of_each_environment_kind_are_summed_separately() -> None:
     uses = EnvironmentUses()
     uses.note([EnvironmentUse("a", "trl", {"hangs": 1.0}), EnvironmentUse("b", "gymnasium", {"hangs": 2.0})])
     uses.note([EnvironmentUse("b", "trl", {"hangs": 3.0})])
     assert uses.totals() == {"gymnasium": {"hangs": 2.0}, "trl": {"hangs": 4.0}}
 
 
-def test_run_without_such_environments_stores_no_figures() -> None:
+def test_run_without_environment_figures_stores_no_object() -> None:
     store = MemoryStore("figures")
     store_environment_uses(store, "one", EnvironmentUses())
     assert list(store.list("")) == []

@@ -1,8 +1,9 @@
-"""Tests of the log's rules with random histories: several writers with views of random age, against a plain model.
+"""Tests the log's rules with random histories, and compares them with a plain model of the log. Several writers append
+entries, and each writer has read the log up to a random entry.
 
-The model (`tests/support/log_model`) knows only the entries and keeps the whole history. After every step the fold and
-the model must agree. An entry that the fold refuses must be refused by the model, too. Random entries, made from legal
-ones by small changes, must be accepted by both or by neither.
+The model (`tests/support/log_model`) knows only the entries and keeps the whole history. After every step the log's
+rules and the model must agree. An entry that the rules refuse must also be refused by the model. Random entries, which
+are made from legal entries by small changes, must be accepted by both or by neither.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Actor = Supervisor | Scheduler | Learner
 
 
 class Killed(BaseException):
-    """The process was killed during a write."""
+    """The error that simulates a process that is killed during a write."""
 
 
 class Lossy(MemoryStore):
@@ -66,7 +67,9 @@ def same(one: RunState, other: RunState) -> bool:
 
 
 class Run(RuleBasedStateMachine):
-    """One run's log, with up to three writers of each role. Deposed writers continue until they notice."""
+    """One run's log, with up to three writers of each role. Deposed writers continue until they notice that another
+    process has claimed their role.
+    """
 
     @initialize(
         alpha=st.sampled_from([0, 0.5, 1, 2.5]),
@@ -111,12 +114,12 @@ class Run(RuleBasedStateMachine):
     # --- checks after each step -------------------------------------------------------------------------------
 
     def asked(self, state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
-        """Ask the fold whether an entry may follow, and remember the question."""
+        """Ask the log's rules whether an entry may follow, and remember the question for the model."""
         self.last = (state, role, claim, body)
         return decide(state, n, role, claim, body)
 
     def learn(self) -> None:
-        """Let the model and the test's own fold read the appended entries, and check that they agree."""
+        """Let the model and the log's rules read the appended entries, and check that the two states agree."""
         while self.store.exists(entry_path(len(self.model.entries))):
             n, state = len(self.model.entries), self.states[-1]
             data = self.store.get(entry_path(n))
@@ -142,7 +145,7 @@ class Run(RuleBasedStateMachine):
         self.learn()
 
     def appended(self, role: Role, entry: Entry | None, count: int) -> None:
-        """Check that an append returned the newest entry, and made no other entry."""
+        """Check that an append returned the newest log entry, and wrote no other entry."""
         self.learn()
         if entry is not None:
             assert len(self.model.entries) == count + 1 == entry.n + 1
@@ -194,7 +197,9 @@ class Run(RuleBasedStateMachine):
         again=st.booleans(),
     )
     def change(self, which: int, key: str, value: int, again: bool) -> None:
-        """Let a supervisor change the config, which ends the claims of the roles; with `again`, restart the roles."""
+        """Let a supervisor change the config, which ends the claims of the roles; if `again` is true, restart the
+        roles.
+        """
         if not self.supervisors:
             return
         self.supervisors[which % len(self.supervisors)].log.follow()
@@ -240,7 +245,7 @@ class Run(RuleBasedStateMachine):
         )
     )
     def work(self, work: list[tuple[str, int, bool, int]]) -> None:
-        """Let actors work; each actor has read the log just before (`fresh`) or some steps ago."""
+        """Let actors work. Each actor has read the log just before (`fresh`) or some steps ago."""
         for what, which, fresh, drawn in work:
             is_scheduling = what in ("dispatch", "commit", "epoch")
             actors: list[Any] = self.schedulers if is_scheduling else self.learners
@@ -267,7 +272,7 @@ class Run(RuleBasedStateMachine):
         return scheduler.start_epoch(1, drawn % 5) if scheduler.log.state.epochs else None
 
     def commit(self, scheduler: Scheduler, drawn: int) -> Entry | None:
-        """Commit a batch, which in most cases is not too far ahead of the version."""
+        """Commit a batch whose number is, in most cases, not too far ahead of the policy version."""
         state = scheduler.log.state
         if state.version < 0 or (drawn and scheduler.next > state.version + state.alpha):
             return None
@@ -285,14 +290,16 @@ class Run(RuleBasedStateMachine):
         return learner.void(waiting[drawn % len(waiting)], cause) if waiting else None
 
     def prune(self, learner: Learner, drawn: int) -> Entry | None:
-        """Prune some objects that no version needs; seldom prune none."""
+        """Prune some objects that no version needs; in a few cases, prune no object."""
         return learner.prune(drawn) if learner.log.state.releasable or not drawn else None
 
     # --- entries that no role would write ---------------------------------------------------------------------
 
     @rule(data=st.data(), times=st.integers(1, 5))
     def draw(self, data: st.DataObject, times: int) -> None:
-        """Draw entries by small changes of legal entries; check that fold and model accept the same entries."""
+        """Draw entries that differ slightly from legal entries; check that the log's rules and the model accept the
+        same entries.
+        """
         state = self.states[-1]
         before = snapshots.to_bytes(state)
         for _ in range(times):
@@ -307,7 +314,9 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def whole(self) -> None:
-        """Check the whole log, and that folds from entry 0, from snapshots and by following give the same state."""
+        """Check the whole log. The state must be the same if it is computed from entry 0, from a snapshot, or by
+        following the log.
+        """
         for actor in self.actors:
             actor.log.follow()
             actor.log.settle()
@@ -327,7 +336,7 @@ TestRun = pytest.mark.many(Run.TestCase)
 
 
 def refusal(state: RunState, role: Role, claim: int, body: Json) -> str:
-    """Return why the fold refuses an entry; "" if it accepts it."""
+    """Return why the log's rules refuse an entry; return "" if they accept the entry."""
     try:
         decide(state, state.n + 1, role, claim, BODY.validate_python(body))
     except EntryRefused as error:

@@ -45,7 +45,7 @@ def age(run: LocalStore, path: str, days: float) -> None:
 
 
 def left_by(actors: Actors, run: LocalStore) -> list[str]:
-    """Return the objects that a learner and a scheduler wrote without an entry."""
+    """Return the objects that a learner and a scheduler wrote before they died, and that no log entry names."""
     learner, scheduler = actors.learner.writer.claim, actors.scheduler.writer.claim
     paths = [
         f"policies/00000009/{learner}/weights.safetensors",
@@ -63,7 +63,7 @@ def test_object_of_a_replaced_process_is_garbage(run: LocalStore) -> None:
     for path in left:
         age(run, path, 100)
     assert list_orphans(run, store_clock(run)) == []
-    new = Supervisor(run)  # a new supervisor deposes no healthy role
+    new = Supervisor(run)  # a new supervisor does not replace a healthy scheduler or learner
     assert list_orphans(run, store_clock(run)) == []
     fresh = left_by(actors, run)
     Learner(run, new.writer.claim)
@@ -90,7 +90,9 @@ def test_orphaned_objects_below_the_age_limit_are_not_listed(run: LocalStore) ->
 
 
 def test_object_that_should_have_been_deleted_is_garbage(run: LocalStore) -> None:
-    """For each version the learner is killed after the pruning entry, before the deletion."""
+    """For each version, the learner is killed after it has appended the pruning entry and before it deletes the
+    objects.
+    """
     actors = Actors.begin(run)
     for _ in range(9):
         actors.train(1, prune=False)
@@ -116,7 +118,8 @@ def test_object_that_should_have_been_deleted_is_garbage(run: LocalStore) -> Non
 @given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=examples(300))
 def test_objects_of_killed_learners_are_deleted_or_garbage(ends: list[str]) -> None:
-    """The learner is killed before or after the pruning entry; in the end exactly the needed objects exist."""
+    """The learner is killed before or after it appends the pruning entry. At the end, exactly the needed objects exist.
+    """
     store = MemoryStore(uuid.uuid4().hex)
     begin(store, keep_last=2, keep_every=4, state_every=2)
     for end in [*ends, "lives"]:
@@ -136,7 +139,7 @@ def test_objects_of_killed_learners_are_deleted_or_garbage(ends: list[str]) -> N
 
 
 def needed(store: ObjectStore) -> set[str]:
-    """Return the objects of versions that must exist."""
+    """Return the objects of policy versions that must exist."""
     state, found = Log(store).state, set()
     for entry in of_kind(store, VersionPublished):
         assert isinstance(entry.body, VersionPublished)
@@ -145,7 +148,7 @@ def needed(store: ObjectStore) -> set[str]:
     return found
 
 
-def test_policy_version_under_evaluation_is_no_garbage(run: LocalStore) -> None:
+def test_policy_version_under_evaluation_is_not_garbage(run: LocalStore) -> None:
     """If a learner postpones a pruning and dies, the next learner prunes the version."""
     begin(run, keep_last=2, keep_every=100)
     policies, writer = train(run, 8)
@@ -157,13 +160,13 @@ def test_policy_version_under_evaluation_is_no_garbage(run: LocalStore) -> None:
     assert run.exists(weights)
 
 
-def test_old_weights_are_no_garbage_before_their_prune_entry(run: LocalStore) -> None:
+def test_old_weights_are_not_garbage_before_their_prune_entry(run: LocalStore) -> None:
     Actors.begin(run).train(9, prune=False)
     assert Log(run).state.releasable
     assert list_orphans(run, store_clock(run)) == []
 
 
-def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
+def test_voided_batch_file_is_not_garbage(run: LocalStore) -> None:
     actors = Actors.begin(run)
     actors.ahead()
     actors.learner.log.follow()
@@ -174,8 +177,8 @@ def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
     assert list_orphans(run, store_clock(run)) == []
 
 
-def test_object_with_an_unknown_path_is_no_garbage(run: LocalStore) -> None:
-    """The path of the object names no claim, a claim without an entry, or an entry that is no claim."""
+def test_object_with_an_unknown_path_is_not_garbage(run: LocalStore) -> None:
+    """The path of the object names no claim, a claim that is not in the log, or an entry that is not a claim."""
     actors = Actors.begin(run).train(1)
     published = actors.learner.log.state.published
     strange = [
@@ -219,7 +222,7 @@ def test_unreferenced_index_object_is_garbage_after_a_week(run: LocalStore) -> N
 def test_garbage_collection_refuses_a_damaged_log(
     run: LocalStore, segments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log whose segments have all damaged entries still has garbage."""
+    """If segments have copies of all damaged entries, garbage is still found."""
     monkeypatch.setattr("rollflow.storage.log.snapshots.EVERY", 4)
     actors = Actors.begin(run).train(4)
     left = left_by(actors, run)
@@ -252,7 +255,9 @@ def test_garbage_collection_refuses_a_log_with_an_invalid_entry(run: LocalStore)
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_garbage_collection_refuses_a_log_with_a_misplaced_entry(run: LocalStore, follows: bool) -> None:
-    """A learner's claim under its supervisor deposes the previous learner; a claim without a supervisor is refused."""
+    """A learner's claim that names its supervisor's claim replaces the previous learner. A claim that names none is
+    refused.
+    """
     actors = Actors.begin(run).train(2)
     left_by(actors, run)
     state, at = Log(run).state, store_clock(run)
@@ -267,19 +272,20 @@ def test_garbage_collection_refuses_a_log_with_a_misplaced_entry(run: LocalStore
 
 
 class Listed(MemoryStore):
-    """A store that calls `after` once the folder `trajectories` was listed."""
+    """A store that calls `after` when the folder `trajectories` has been listed."""
 
     after: Callable[[], object] = staticmethod(lambda: None)
 
-    def list(self, prefix: str = "", after: str = ""):  # type: ignore[no-untyped-def]  # as the store's
+    # the same signature as the store's
+    def list(self, prefix: str = "", after: str = ""):  # type: ignore[no-untyped-def]
         found = list(super().list(prefix, after))
         if prefix == "trajectories":
             type(self).after()
         return iter(found)
 
 
-def test_object_named_by_a_later_log_entry_is_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer appended the entry and was superseded after the listing."""
+def test_object_named_by_a_later_log_entry_is_not_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the objects were listed, the writer appended the entry and lost its role to a newer process."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store).train(1)
     entry = actors.scheduler.commit()
@@ -298,7 +304,8 @@ def test_object_named_by_a_later_log_entry_is_no_garbage(monkeypatch: pytest.Mon
 
 
 def test_garbage_collection_during_takeovers_keeps_live_objects() -> None:
-    """In the end the leftovers of deposed roles are removed, and all objects that an entry needs exist."""
+    """At the end, the leftover objects of replaced processes are removed, and all objects that a log entry needs exist.
+    """
     store, stop, freed = MemoryStore(uuid.uuid4().hex), threading.Event(), list[int]()
     actors = Actors.begin(store)
 
@@ -362,7 +369,8 @@ def test_abandoned_upload_is_removed_and_a_live_one_completes(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_gc_on_s3_removes_only_stale_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stale upload and leftovers of a superseded claim are removed; a live upload completes."""
+    """An abandoned upload and the leftover objects of a replaced process are removed. An upload in progress completes.
+    """
     with s3_server(BUCKET) as endpoint:
         use(endpoint, monkeypatch)
         run = S3Store(f"{BUCKET}/runs/mine")

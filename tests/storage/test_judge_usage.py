@@ -1,4 +1,4 @@
-"""The record of a judge's use: what is stored is read again, and a damaged record counts as no use."""
+"""Tests of the record of a judge's use: stored numbers are read back, and a damaged record counts as no use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of the fates of a prompt's dispatches against the state, and of finding versions by bisection."""
+"""Tests that the outcomes of a prompt's dispatches agree with the run's state, and that versions are found by
+bisection.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def groups_of(store: MemoryStore, number: int) -> list[GroupKey]:
 
 
 def test_list_fates_returns_each_outcome_of_a_prompt_attempt(store: MemoryStore) -> None:
-    """A prompt's dispatches are preempted, in a voided batch, open and trained on; another prompt's is filtered."""
+    """One prompt's dispatches were preempted, in a voided batch, in flight and trained on. Another prompt's was
+    filtered.
+    """
     actors = Actors.begin(store).train(2)
     stale, gone = actors.scheduler.dispatch(2), actors.scheduler.dispatch(2)
     actors.scheduler.discard(0, DiscardReason.STALE)
@@ -81,7 +85,7 @@ def test_prompt_attempt_in_flight_names_the_newest_batch(store: MemoryStore) -> 
     actors.learner.void(0)
     actors.scheduler.log.follow()
     actors.scheduler.begin()
-    *_, left = (actors.scheduler.dispatch(0) for _ in range(3))  # two of the three are the batch's groups
+    *_, left = (actors.scheduler.dispatch(0) for _ in range(3))  # two of the three groups form the batch
     actors.ahead()
     log = Log(store)
     assert (log.state.holes, log.state.next_batch, log.state.in_flight) == ([], 3, (left,))
@@ -141,7 +145,7 @@ def test_reading_a_range_of_the_log_yields_all_its_entries(store: MemoryStore, f
 def test_outcome_search_stops_at_the_last_outcome_of_a_prompt(
     store: MemoryStore, read: list[str], reason: DiscardReason
 ) -> None:
-    """No fate can follow after a prompt was filtered, or trained on at its second attempt."""
+    """After a prompt was filtered, or was trained on at its second attempt, no other outcome can follow."""
     actors = Actors.begin(store)
     key = actors.scheduler.dispatch(0)
     actors.scheduler.discard(0, reason)

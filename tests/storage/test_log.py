@@ -1,4 +1,6 @@
-"""Tests of the log: appending, following, damage, snapshots. `test_fold` tests its rules."""
+"""Tests of a run's log: appending and reading entries, damage, and snapshots. The module `test_fold` tests the rules of
+the log.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(store: MemoryStore | LocalStore, versions: int) -> tuple[Supervisor, Scheduler, Learner]:
-    """Train a run of `versions` versions."""
+    """Train a new run for `versions` policy versions."""
     create_run(store)
     supervisor = Supervisor(store)
     scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
@@ -117,7 +119,7 @@ def test_role_check_of_a_replaced_process_fails(store: MemoryStore) -> None:
     learner = Log(store).claim("learner", supervisor.claim)
     learner.check()
     Learner(store, supervisor.claim)
-    assert learner.valid()  # valid in the entries that the learner has read
+    assert learner.valid()  # the learner has not read the entry that deposes it
     with pytest.raises(Deposed, match="the run has another learner now"):
         learner.check()
     assert not learner.valid()
@@ -161,11 +163,11 @@ def test_supervisor_restart_keeps_healthy_scheduler_and_learner(store: MemorySto
         learner.prune()
 
 
-# --- a store that fails ----------------------------------------------------------------------------------------
+# --- a store whose writes fail ---------------------------------------------------------------------------------
 
 
 class Failing(MemoryStore):
-    """A store that raises before or after a write, as `fault` says for each path."""
+    """A store whose writes raise an error before or after the write, as `fault` says for each path."""
 
     fault: Callable[[str], str] = staticmethod(lambda path: "")
 
@@ -222,7 +224,9 @@ def test_append_with_a_lost_response_is_stored_once(failing: Failing, fault: str
 
 
 def test_log_continues_after_a_kill_at_any_write(failing: Failing) -> None:
-    """After a kill at any write, a committed entry counts once, and an uncommitted entry never counts."""
+    """After a kill at any write, a committed entry is in the log once, and an entry that was not committed is not in
+    the log.
+    """
     create_run(failing)
     supervisor = Supervisor(failing)
     writes = 0
@@ -260,7 +264,7 @@ def test_log_continues_after_a_kill_at_any_write(failing: Failing) -> None:
 
 
 def replayed(store: MemoryStore) -> object:
-    """Return the state from the entries alone, without any snapshot."""
+    """Return the run's state, computed from the log entries alone, without any snapshot."""
     copy = MemoryStore(uuid.uuid4().hex)
     for prefix in ("log", "log_index"):
         for path in store.list(prefix):
@@ -295,7 +299,7 @@ def test_concurrent_writers_and_readers_agree_and_all_progress(tmp_path: Path) -
             except (EntryRefused, KeyError):
                 refused[role] += 1
                 stop.wait(draw.uniform(0, 0.01))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the test names it
+            except Exception as error:  # noqa: BLE001 - the test reports any error
                 failures.append(error)
                 stop.set()
 
@@ -334,7 +338,8 @@ def test_concurrent_writers_and_readers_agree_and_all_progress(tmp_path: Path) -
         for role, step in (("scheduler", schedule), ("learner", learn), ("supervisor", supervise)):
             for _ in range(2):
                 pool.submit(work, role, step)
-        # a busy machine may need more entries until a learner prunes and the writers of each role have met
+        # on a busy machine, more entries may pass until a learner prunes and the writers of each role have deposed each
+        # other
         deadline = time.monotonic() + 300
         while not (Log(store).state.n >= target and met()) and not failures and time.monotonic() < deadline:
             stop.wait(0.1)
@@ -352,7 +357,7 @@ def test_concurrent_writers_and_readers_agree_and_all_progress(tmp_path: Path) -
     assert state.totals.groups["trained"] == 2 * state.version
 
 
-# --- damage ----------------------------------------------------------------------------------------------------
+# --- damaged log entries ---------------------------------------------------------------------------------------
 
 
 def flipped(data: bytes) -> bytes:
@@ -388,7 +393,8 @@ def test_missing_log_entry_without_a_copy_stops_all_readers(store: MemoryStore) 
 
 @pytest.mark.parametrize("how", ["altered", "cut", "forged"])
 def test_damaged_newest_log_entry_stops_all_readers(store: MemoryStore, how: str) -> None:
-    """Only the seal and the fold can verify the newest entry."""
+    """Only the checksum (seal) and the log's rules can verify the newest entry, because no later entry names its hash.
+    """
     *_, learner = train(store, 3)
     n = learner.log.claim("supervisor", who="the last").claim
     data = store.get(entry_path(n))
@@ -604,7 +610,7 @@ def test_damaged_log_entry_without_a_copy_cannot_be_repaired(store: MemoryStore)
 
 
 def test_log_repair_counts_the_entries_after_the_damage(store: MemoryStore) -> None:
-    """Missing numbers before a stray entry do not count."""
+    """Numbers that are missing before a stray entry are not counted."""
     create_run(store)
     supervisor = Supervisor(store)
     Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)

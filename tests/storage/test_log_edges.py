@@ -1,4 +1,4 @@
-"""Tests of edge cases of the log: retries, entries after a gap, snapshots."""
+"""Tests of edge cases of a run's log: retries, entries after a gap, and snapshots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace waits by a list of their longest possible durations."""
+    """Replace waiting: record the longest possible duration of each pause in a list."""
     found: list[float] = []
     monkeypatch.setattr("rollflow.storage.log.run_log.random.uniform", lambda low, high: high)
     monkeypatch.setattr("rollflow.storage.log.run_log.time.sleep", found.append)
@@ -45,7 +45,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_append_fails_if_storage_never_answers(store: Counting, pauses: list[float]) -> None:
-    """Each try takes the store's whole patience."""
+    """Each try waits for the store as long as the store's `patience` allows."""
     log = claims(store, 2)
     Counting.broken["log"] = [Unreachable("no answer") for _ in range(99)]
     with pytest.raises(Unreachable, match=r"^no answer$"):
@@ -106,12 +106,14 @@ def test_invalid_append_writes_nothing_and_is_not_retried(store: Counting, pause
 
 
 def test_retried_append_writes_its_data_only_once(store: Counting, pauses: list[float]) -> None:
-    """An append is retried because its view was old, another writer was first, or the store did not answer."""
+    """An append is retried because the writer had an old view of the log, another writer was faster, or the store did
+    not answer.
+    """
     create_run(store)
     supervisor = Supervisor(store)
     learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
     learner.publish()
-    scheduler.dispatch(0)  # under a version that the scheduler's log has not read
+    scheduler.dispatch(0)  # the group is started under a version that the scheduler's log has not read
     scheduler.dispatch(0)
     Counting.broken["log"] = [Unreachable("no answer"), Conflict("somebody was first"), Unreachable("no answer")]
     scheduler.commit()
@@ -135,7 +137,7 @@ def test_invalid_batch_is_not_written_to_storage(store: Counting) -> None:
 
 
 def test_batch_file_that_lost_a_race_is_kept_on_a_local_disk(tmp_path: Path) -> None:
-    """On a local disk an existing name is noticed before the write."""
+    """On a local disk, the writer notices that the entry's name exists before it writes the batch file."""
     run = LocalStore(tmp_path)
     create_run(run)
     supervisor = Supervisor(run)
@@ -284,7 +286,7 @@ def test_append_after_a_lost_race_rewrites_only_the_entry(
 
 
 class Answerless(MemoryStore):
-    """A store that writes an entry at the twentieth request, without an answer."""
+    """A store that writes an entry only at the twentieth request, and answers no request."""
 
     asked = 0
 

@@ -1,4 +1,6 @@
-"""Tests that the plain model of the log finds planted faults in a run's folder: of its chain, its fates, its files."""
+"""Tests that an independent checker (the plain model of the log in `tests/support`) finds faults that were planted in a
+run's folder: in the hash chain, in the outcomes of prompts, and in files.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ ALPHA = 2.5
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a run at alpha 2.5 with discards of each reason, a voided and reformed batch, and a waiting batch."""
+    """Create a run at alpha 2.5 with discards of each reason, a batch that was voided and formed again, and a waiting
+    batch.
+    """
     run = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
         # a small limit, so that a batch with many discards has an index object
@@ -73,13 +77,13 @@ def tree(run: Path, n: int) -> dict[str, Any]:
 
 
 def numbers(run: Path, kind: str) -> list[int]:
-    """Return the numbers of entries of a kind, without those that have an index object."""
+    """Return the numbers of all log entries of a kind, except entries with an index object."""
     found = (tree(run, n) for n in range(len(list((run / "log").iterdir()))))
     return [one["n"] for one in found if one["body"]["kind"] == kind and "index" not in one]
 
 
 def forge(run: Path, n: int, change: Callable[[Any], None]) -> None:
-    """Replace the body of entry `n`, and recompute the hash chain, as a writer of the whole log could."""
+    """Replace the body of entry `n`, and recompute the hash chain, as an attacker who can write the whole log could."""
     one = tree(run, n)
     change(one["body"])
     data = seal_tree(one)
@@ -90,7 +94,7 @@ def forge(run: Path, n: int, change: Callable[[Any], None]) -> None:
 
 
 def violation(run: Path) -> str:
-    """Return what is wrong with the run; "" if nothing is."""
+    """Return the fault that the checker finds in the run; return "" if it finds none."""
     try:
         read_run(run)
     except Illegal as why:
@@ -99,7 +103,8 @@ def violation(run: Path) -> str:
 
 
 def test_independent_log_checker_imports_nothing_of_rollflow() -> None:
-    """Only for annotations: `TYPE_CHECKING` is false when the model runs."""
+    """The checker may import rollflow only for annotations (`if TYPE_CHECKING`), which are not imported when it runs.
+    """
     tree = ast.parse(Path(log_model.__file__).read_text())
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
@@ -116,7 +121,7 @@ def test_independent_checker_finds_no_fault_in_a_correct_run(run: Path) -> None:
     assert numbers(run, "batch-voided")
 
 
-# --- faults of the log --------------------------------------------------------------------------------------------
+# --- faults in the log's hash chain -------------------------------------------------------------------------------
 
 
 def test_independent_checker_finds_an_altered_alpha(run: Path) -> None:

@@ -1,4 +1,6 @@
-"""Tests of late and lost answers: an appended entry is stored once, its writer gets it, and it stays."""
+"""Tests of late and lost answers of the store: an appended entry is stored exactly once and durably, and its writer
+learns this.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.support.log_runs import Actors
 
 
 class Late(MemoryStore):
-    """A store in which an unanswered request arrives while its sender waits."""
+    """A store in which an unanswered write takes effect later, while the writer waits to retry."""
 
     def __init__(self) -> None:
         super().__init__(uuid.uuid4().hex)
@@ -55,7 +57,7 @@ def test_append_succeeds_if_another_thread_reads_its_entry(monkeypatch: pytest.M
 
     def meanwhile(seconds: float) -> None:
         store.arrive()
-        log.follow()  # another thread of this process could call this
+        log.follow()  # another thread of this process could read the log at this moment
 
     monkeypatch.setattr(log_module.time, "sleep", meanwhile)
     store.loses = True
@@ -67,8 +69,8 @@ def test_append_succeeds_if_another_thread_reads_its_entry(monkeypatch: pytest.M
     assert [one.entry for one in log.state.waiting.values()] == [entry.n]
 
 
-def test_log_entry_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading an entry does not prove that it is durable."""
+def test_retried_append_syncs_its_log_entry_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry can be read before it is durable, so the append must sync it."""
     store = LocalStore(tmp_path / "store")
     create_run(store)
     claim = Supervisor(store).writer.claim

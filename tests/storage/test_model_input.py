@@ -1,4 +1,4 @@
-"""Tests of model inputs: parts in order, their flat form, and readers of tokens alone."""
+"""Tests of model inputs: the order of their parts, their flat form, and components that read only tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIXED = ModelInput.from_parts([Int32s.of((5, 6)), IMAGE, Int32s.of((7,))])
 
 
 @given(PARTS)
-def test_model_input_is_unchanged_in_its_stored_form(parts: list[Int32s | ForeignPart]) -> None:
+def test_model_input_is_rebuilt_from_its_flat_form(parts: list[Int32s | ForeignPart]) -> None:
     whole = ModelInput.from_parts(parts)
     assert whole == ModelInput.from_flat(whole.flat, whole.placed) == ModelInput.from_parts(whole.parts)
     assert [part for part in whole.parts if isinstance(part, ForeignPart)] == [part for _, part in whole.placed]
@@ -47,7 +47,7 @@ def test_model_input_joins_appended_tokens_to_its_last_part(parts: list[Int32s |
 
 
 def test_model_input_of_tokens_only_is_not_copied() -> None:
-    """An input of tokens costs one small object: its flat form is the array that it was created from."""
+    """An input of tokens needs little memory: its flat form is the array from which the input was created."""
     array = Int32s.of((1, 2))
     whole = ModelInput.of(array)
     assert whole.tokens is whole.flat is array

@@ -1,4 +1,6 @@
-"""Tests of a node's cache: one fetch for all processes, complete folders only, bounded, held folders stay."""
+"""Tests of a machine's cache folder: all processes share one download, folders are complete, their number is limited,
+and folders in use are kept.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ HALVES = ("first", "second")
 
 
 def fill(folder: Path) -> None:
-    """Fill a folder, and count the fill outside of the cache."""
+    """Fill a folder, and count this call in a file outside of the cache."""
     for half in HALVES:
         (folder / half).write_text(half)
         time.sleep(0.05)
@@ -53,14 +55,14 @@ def names(cache: Path) -> set[str]:
 
 
 def holder(cache: Path, name: str, told: Connection) -> None:
-    """Run as a process that holds a folder until it is killed."""
+    """Hold a cached folder until this process is killed. The function runs in a process of its own."""
     held = hold(cache, name)
     told.send(whole(held.folder))
     time.sleep(600)
 
 
 def half_filler(cache: Path, store: str, told: Connection) -> None:
-    """Run as a process that is killed while it fills a folder."""
+    """Fill half of a cached folder until this process is killed. The function runs in a process of its own."""
 
     def half(folder: Path) -> None:
         (folder / HALVES[0]).write_text("")
@@ -121,7 +123,8 @@ def test_partly_downloaded_folder_is_never_used(
 def test_next_download_removes_a_partly_downloaded_folder(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
-    """Any run's fetch removes an incomplete folder, because the folder's own run may have ended."""
+    """A download of any run removes an incomplete folder, because the run that began to fill the folder may have ended.
+    """
     for store in ("s3://ended", "s3://one"):
         assert answered(start(processes, half_filler, cache, store))
     os.kill(processes[0].pid or 0, signal.SIGKILL)
@@ -137,7 +140,7 @@ def test_cached_folders_are_limited_except_those_in_use(
 ) -> None:
     assert answered(start(processes, holder, cache, "old"))
     for number in range(2 * KEPT):
-        os.utime(next(cache.glob("*/old")), (0, 0))  # the least recently used folder
+        os.utime(next(cache.glob("*/old")), (0, 0))  # this folder is now the least recently used one
         hold(cache, str(number), store=f"s3://{number}")
         assert "old" in names(cache)
         assert len(names(cache)) <= KEPT
@@ -172,7 +175,7 @@ def test_failed_download_leaves_no_file_in_the_cache(cache: Path) -> None:
 
 
 def test_full_disk_removes_cached_folders_for_a_new_one(cache: Path) -> None:
-    """Folders that are not held are removed before a fetch fails on a full disk; held folders stay."""
+    """On a full disk, folders that no process uses are removed before a download fails. Folders in use are kept."""
     held = hold(cache, "held")
     hold(cache, "unused")
 

@@ -1,4 +1,4 @@
-"""Tests of a batch's optional columns: written, read and packed, or absent."""
+"""Tests of a batch's optional columns: they are packed, written and read, or they are absent."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_every_optional_column_has_a_test_value() -> None:
 
 
 def file_with(name: str, values: Any, kind: pa.DataType | None = None) -> pa.Buffer:
-    """Return the file of a batch of two rows with a further column."""
+    """Return the file of a batch of two rows, with one additional column."""
     table = TrajectoryBatch.from_groups(BARE[:1]).table
     kind = kind or next(field.type for field in optional_columns.COLUMNS if field.name == name)
     return TrajectoryBatch(table.append_column(pa.field(name, kind), pa.array(values, kind))).to_bytes()

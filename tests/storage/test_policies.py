@@ -1,4 +1,4 @@
-"""Tests of the policy store's guarantees: published versions and pruning, on every store without a server."""
+"""Tests of the policy store's guarantees for publishing and pruning, on every object store that needs no server."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_policy_version_of_a_voided_batch_is_refused(run: ObjectStore) -> None:
 
 
 def present(policies: PolicyStore) -> dict[Kind, set[int]]:
-    """Return by kind the versions whose objects are all in storage; other versions must have none."""
+    """Return, by kind, the versions whose objects are all in storage. Check that the other versions have no object."""
     found: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
     for number in range(policies.newest() + 1):
         version = policies.find(number)
@@ -108,7 +108,9 @@ def present(policies: PolicyStore) -> dict[Kind, set[int]]:
 
 
 def required(rules: Retention, latest: int) -> dict[Kind, set[int]]:
-    """Return the required versions by definition: kept versions, the newest, version 0, and all bases."""
+    """Return the versions that must be kept by definition: the versions that the rules keep, the newest, version 0, and
+    all bases (versions from which a replay starts).
+    """
     versions = range(latest + 1)
     kept = {v for v in versions if v > latest - rules.keep_last or v % rules.keep_every == 0}
     bases = {max(range(0, v, rules.state_every)) for v in kept if v}
@@ -125,7 +127,7 @@ RULES = st.fixed_dictionaries(
 @given(RULES, st.integers(1, 20))
 @settings(deadline=None, max_examples=50)
 def test_prune_keeps_exactly_the_needed_objects(rules: dict[str, int], versions: int) -> None:
-    """After every version, storage has exactly the needed objects."""
+    """After each published version, storage contains exactly the needed objects."""
     run = MemoryStore(uuid.uuid4().hex)
     begin(run, **rules)
     (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
@@ -164,7 +166,7 @@ def test_prune_appends_its_entry_before_deleting(memory: MemoryStore, monkeypatc
 
 
 def test_policy_version_under_evaluation_is_not_deleted(memory: MemoryStore) -> None:
-    """A learner that starts during the evaluation must not prune the version either."""
+    """A learner that is started during the evaluation must not prune the version, either."""
     begin(memory, keep_last=2, keep_every=100)
     train(memory, 8)
     evaluated = False
@@ -180,7 +182,7 @@ def test_policy_version_under_evaluation_is_not_deleted(memory: MemoryStore) -> 
 
 
 def test_evaluated_policy_version_is_deleted_at_the_runs_end(run: ObjectStore) -> None:
-    """The supervisor prunes, because the learner has ended by then."""
+    """The supervisor prunes, because the learner has already ended."""
     begin(run, keep_last=1, keep_every=100)
     policies, learner = train(run, 6)
     PolicyStore(policies.log, in_use=lambda version: True).prune(learner)
@@ -196,7 +198,7 @@ def test_evaluated_policy_version_is_deleted_at_the_runs_end(run: ObjectStore) -
 
 
 def test_prune_asks_once_whether_each_version_is_in_use(memory: MemoryStore) -> None:
-    """Each call makes requests to the store, and the learner waits for them."""
+    """Each call of `in_use` makes requests to the store, for which the learner waits."""
     begin(memory, keep_last=1, keep_every=100)
     _, writer = train(memory, 8)
     asked: list[int] = []
@@ -212,7 +214,7 @@ def test_prune_asks_once_whether_each_version_is_in_use(memory: MemoryStore) -> 
 
 @pytest.mark.parametrize("damage", [b"rotten", None], ids=["damaged", "missing"])
 def test_unreadable_log_entry_does_not_block_other_deletions(memory: MemoryStore, damage: bytes | None) -> None:
-    """The objects of the unreadable entry stay until it can be read again."""
+    """The objects of the unreadable entry are kept until the entry can be read again."""
     begin(memory, keep_last=1, keep_every=100)
     policies, writer = train(memory, 8)
     path = entry_path(policies.find(3).entry)

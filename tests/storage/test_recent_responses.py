@@ -1,4 +1,4 @@
-"""Tests of the newest responses of a run, as they are read from its committed batches."""
+"""Tests that the newest responses of a run are read from its committed batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def answer(sample: int, tokens: tuple[int, ...], mask: tuple[bool, ...]) -> Traj
 
 
 def batch(number: int) -> StagedBatch:
-    """Build a batch of one prompt with the tokens 40 and its number, and two answers that hold the number, too."""
+    """Build a batch with one prompt and two answers. The prompt is the token 40 and the batch's number; the answers
+    also contain the number.
+    """
     mask = (False, False, True, True, True)
     made = tuple(answer(sample, (40, number, 7, number, sample), mask) for sample in (0, 1))
     return StagedBatch(number, (TrajectoryGroup(GroupKey(number, 0), f"p{number}", "test", made),), (number,))
@@ -56,7 +58,7 @@ def test_each_response_is_read_once_and_oldest_first(run: ObjectStore) -> None:
 
 @pytest.mark.parametrize(("most", "kept"), [(1, [2]), (11, [1, 2]), (21, [0, 1, 2])])
 def test_newest_batches_are_read_up_to_a_number_of_tokens(run: ObjectStore, most: int, kept: list[int]) -> None:
-    """A batch has ten tokens here."""
+    """Each batch of this test has ten tokens."""
     batches, writer = ready(run, async_ratio=9)
     for number in range(3):
         batches.commit(writer, batch(number))

@@ -1,4 +1,6 @@
-"""Tests of each refusal of the fold: an entry with a single fault is refused for this fault, and changes no state."""
+"""Tests of each refusal by the log's rules: an entry with a single fault is refused because of this fault, and the
+state stays unchanged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.support.log_model import Model, read_log
 
 @dataclass
 class Rich:
-    """A run with all kinds of entries: alpha 2, version 6, batches 6 and 8 wait, batch 7 was voided."""
+    """A run with all kinds of log entries. Alpha is 2, the newest version is 6, batches 6 and 8 wait, and batch 7 was
+    voided.
+    """
 
     store: MemoryStore = field(default_factory=lambda: MemoryStore(uuid.uuid4().hex))
     model: Model = field(init=False)
@@ -53,7 +57,7 @@ class Rich:
             learner.prune()
 
     def entry(self, kind: str, **fields: object) -> tuple[Role, int, Json]:
-        """Return a legal entry of a kind, with these fields in its body."""
+        """Return a legal log entry of a kind, with the given fields in its body."""
         found = (entry for entry in legal(self.model) if entry[2]["kind"] == kind)
         return next(entry for entry in found if all(entry[2][name] == value for name, value in fields.items()))
 
@@ -92,17 +96,17 @@ Change = Callable[[Rich], tuple[Role, int, Json]]
 
 
 def by(role: Role, kind: str, under: Role | None = None) -> Change:
-    """Return an otherwise legal entry of a kind, by another role or under another claim."""
+    """Return a log entry of a kind that is legal except for its role or its claim."""
     return lambda rich: (role, rich.state.newest_claim(under or role), rich.entry(kind)[2])
 
 
 def claimed(role: Role, under: Callable[[Rich], int | None], shift: int = 0) -> Change:
-    """Return a claim of `role` under another claim, or one that names another entry."""
+    """Return a claim of `role` that names another supervisor's claim, or that does not name its own entry."""
     return lambda rich: (role, rich.state.n + 1 + shift, rich.entry("claimed")[2] | {"under": under(rich)})
 
 
 def with_body(kind: str, change: Callable[[Rich, Json], Json], **fields: object) -> Change:
-    """Return a legal entry of a kind, with the changes of `change` in its body."""
+    """Return a legal log entry of a kind, after `change` was applied to its body."""
 
     def made(rich: Rich) -> tuple[Role, int, Json]:
         role, claim, body = rich.entry(kind, **fields)
@@ -116,12 +120,12 @@ def batch(change: Callable[[Json], Json]) -> Change:
 
 
 def issued(change: Callable[[int, int], list[int]]) -> Change:
-    """Return batch 7 with other prompts than the next one of each source."""
+    """Return the entry of batch 7 that issues other prompts than the next one of each source."""
     return batch(lambda body: {"issued": change(*body["issued"])})
 
 
 def given_up(change: Callable[[int, int], list[list[int]]]) -> Change:
-    """Return batch 7 with discards of dispatches other than its first dispatch, which is open."""
+    """Return the entry of batch 7 that discards other dispatches than the first one, which is open."""
 
     def changed(body: Json) -> Json:
         assert body["discards"]
@@ -131,7 +135,7 @@ def given_up(change: Callable[[int, int], list[list[int]]]) -> Change:
 
 
 def instead(key: Callable[[Rich], tuple[int, int]]) -> Change:
-    """Return batch 7 with another dispatch in its first group."""
+    """Return the entry of batch 7 with another dispatch in its first group."""
     found = lambda rich, body: {"groups": [[*key(rich), 6, 6, 7], body["groups"][1]]}  # noqa: E731
     return with_body("batch-committed", found, number=7)
 
@@ -141,7 +145,7 @@ def fated(fate: str) -> Callable[[Rich], tuple[int, int]]:
 
 
 def group(place: int, by: int) -> Change:
-    """Return batch 7 with a changed figure in its first group."""
+    """Return the entry of batch 7 with a changed number in its first group."""
 
     def changed(body: Json) -> Json:
         one = list(body["groups"][0])
@@ -271,7 +275,7 @@ def test_invalid_log_entry_leaves_the_state_unchanged(rich: Rich, name: str) -> 
 
 
 def test_invalid_log_entry_raises_the_error_type_of_its_cause(rich: Rich) -> None:
-    """A deposed role must stop, a group that is too old is issued again, and any other refusal is an error."""
+    """A process that was replaced must stop. A group that is too old is issued again. Any other refusal is an error."""
     kinds = {name: type(refused(rich, change)) for name, (change, _) in REFUSALS.items()}
     assert {name for name, kind in kinds.items() if kind is GroupTooOld} == {"a group that is too old"}
     assert {name for name, kind in kinds.items() if kind is Superseded} == {
@@ -320,7 +324,7 @@ def created(config: dict[str, Any], sources: int = 1) -> RunState:
     return decide(RunState(), 0, "creator", 0, RunCreated("test", config, "", sources))
 
 
-def test_log_begins_with_the_runs_creation_and_its_sources() -> None:
+def test_first_log_entry_must_create_a_run_with_prompt_sources() -> None:
     with pytest.raises(EntryRefused, match="the first entry of a log must create the run"):
         decided(RunState(), ("supervisor", 0, {"kind": "claimed"}))
     with pytest.raises(EntryRefused, match="a run needs at least one prompt source"):

@@ -1,4 +1,6 @@
-"""Tests of retention against its definition, for all small rules."""
+"""Compares the retention rules (which versions are kept) with their definition, for all small values of the rules'
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,26 @@ import pytest
 
 from rollflow.storage.log.retention import KINDS, Retention
 
-LONG = 30  # versions
+LONG = 30  # number of versions in these tests
 RULES = [Retention(*rules) for rules in product((1, 2, 3, 5), (1, 2, 3, 4, 7), (1, 2, 3, 5), (1, 3))]
 
 
 def kept(rules: Retention, latest: int) -> set[int]:
-    """Return the versions whose weights a user can rely on."""
+    """Return the versions whose weights are kept: the newest `keep_last` versions, and every `keep_every`-th version.
+    """
     newest = set(range(max(0, latest - rules.keep_last + 1), latest + 1))
     return newest | set(range(0, latest + 1, rules.keep_every))
 
 
 def bases(rules: Retention, latest: int) -> set[int]:
-    """Return the base of every kept version: the newest version before it that stored its state."""
+    """Return the base of every kept version: the newest earlier version that stored the learner's state."""
     return {max(range(0, version, rules.state_every)) for version in kept(rules, latest) if version}
 
 
 def with_parents(rules: Retention, versions: set[int]) -> set[int]:
-    """Return the versions, and those that their deltas may need: all back to the newest full version."""
+    """Return the versions, and all earlier versions back to the newest full version, because deltas may need their
+    weights.
+    """
     return {v for last in versions for v in range(last - last % rules.full_every, last + 1)}
 
 

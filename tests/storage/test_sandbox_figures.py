@@ -1,4 +1,4 @@
-"""Figures of sandboxes: sums over processes and supervisors, and the times of programs."""
+"""Tests of the figures (counters) of sandboxes: sums over processes and supervisors, and run times of programs."""
 
 from __future__ import annotations
 
@@ -52,10 +52,8 @@ def test_times_outside_all_buckets_count_in_the_nearest_bucket() -> None:
 
 
 @given(st.dictionaries(st.sampled_from("abc"), FIGURES), st.data())
-def test_newest_sandbox_figures_of_each_process_count_once(
-    newest: dict[str, SandboxFigures], data: st.DataObject
-) -> None:
-    """Old and new measurements arrive in any order, and by several supervisors."""
+def test_repeated_sandbox_measurements_are_not_added_up(newest: dict[str, SandboxFigures], data: st.DataObject) -> None:
+    """Old and new measurements arrive in any order, and from several supervisors."""
     uses = [SandboxUse(name, "rock", one) for name, one in newest.items()]
     older = [use._replace(figures=replace(use.figures, started=use.figures.started // 2)) for use in uses]
     first, second, store = SandboxUses(), SandboxUses(), MemoryStore("figures")
@@ -90,8 +88,8 @@ def test_damaged_sandbox_figures_are_skipped() -> None:
     assert read_sandbox_uses(store).totals() == {"rock": SandboxFigures(4)}
 
 
-def test_bucket_that_does_not_exist_counts_as_the_longest_time() -> None:
-    """A damaged object may have any bucket."""
+def test_unknown_time_bucket_counts_as_the_longest_time() -> None:
+    """A damaged object may contain any bucket number."""
     assert SandboxFigures(times={10**6: 1}).find_quantile(0.5) == pytest.approx(GROWTH ** (BUCKETS - 1.5) / 1000)
 
 

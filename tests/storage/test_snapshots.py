@@ -1,4 +1,6 @@
-"""Tests of snapshots and segments: which ones exist, which ones are read, and which calls wait for them."""
+"""Tests of the log's snapshots and segments: which ones are written, which ones are read, and which calls wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_log_snapshot_is_written_by_a_daemon_thread(store: Counting, monkeypatch
 
 
 def test_publisher_waits_for_all_pending_log_snapshots(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of two snapshots is the slower one."""
+    """The first of the two pending snapshots takes longer than the second."""
     done: list[int] = []
     gate = threading.Event()
 
@@ -87,7 +89,7 @@ def test_existing_segment_of_the_log_is_not_rewritten(store: Counting) -> None:
 
 
 def test_missing_log_segment_is_written_with_the_next_one(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment with a lost entry is skipped, and blocks no other segment."""
+    """A segment with a lost entry is not written, but other segments are."""
     monkeypatch.setitem(Counting.broken, "log_segments", [StoreFailed("full") for _ in range(3)])
     log = claims(store, 9)
     assert list(store.list("log_segments")) == []
@@ -130,7 +132,7 @@ def test_newest_readable_log_snapshot_is_used(store: Counting, junk: bytes) -> N
     assert snapshots.newest_snapshot(store).n == 7
     store.put(eleventh, store.get(seventh))  # an intact snapshot under the name of another snapshot
     assert snapshots.newest_snapshot(store).n == 7
-    store.delete(entry_path(7))  # without this entry, the snapshot may be of another log
+    store.delete(entry_path(7))  # without this entry, the snapshot may belong to another log
     assert snapshots.newest_snapshot(store).n == 3
     assert Log(store).state == newest
 
@@ -151,7 +153,7 @@ def test_unclaimed_role_has_the_claim_number_minus_1(store: Counting) -> None:
 
 
 class Crowded(MemoryStore):
-    """A store whose reads of entries wait until a given number of reads is pending."""
+    """A store whose reads of log entries wait until a given number of reads is pending."""
 
     crowd: ClassVar[threading.Barrier | None] = None
 
@@ -163,7 +165,7 @@ class Crowded(MemoryStore):
 
 @pytest.mark.parametrize("window", [4, 1_024])
 def test_log_entries_after_a_snapshot_are_read_in_parallel(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """A log without a snapshot is read in windows of limited size."""
+    """If the log has no snapshot, its entries are read in windows of limited size."""
     store = Crowded(uuid.uuid4().hex)
     create_run(store)
     learner = Learner(store, Supervisor(store).writer.claim)

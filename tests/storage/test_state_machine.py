@@ -1,8 +1,9 @@
-"""Tests of stores and channel with random sequences of commits, publications, deaths, damage and repeated calls.
+"""Tests stores and channel together, with random sequences of commits, publications, deaths, damage and repeated calls.
 
-The test remembers which entry committed each batch, and which groups were trained on. The channel may lease
-only batches that wait according to the log, and the owner of a role is never refused. At the end the audit, which reads
-storage alone, must find exactly one fate for every dispatch. `test_fold` tests the rules of the log in the same way.
+The test remembers which entry committed each batch, and which groups were trained on. The channel may lease only
+batches that wait according to the log, and the newest owner of a role is never refused. At the end the audit, which
+reads only storage, must find exactly one outcome of every dispatch (attempt to answer a prompt). `test_fold` tests the
+rules of the log in the same way.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Scheduler:
         self.begin()
 
     def begin(self) -> None:
-        """Start from the log alone."""
+        """Read the scheduler's state from the log alone."""
         self.batches.log.follow()
         found = ResumePoint.of_state(self.batches.log.state)
         self.number, self.voids = found.number, found.voids
@@ -82,7 +83,7 @@ class Scheduler:
             self.mixture.note_filtered(key.prompt)
 
     def commit(self, version: int) -> tuple[Entry, bytes]:
-        """Form a batch of the groups that have run longest, and commit it."""
+        """Form a batch of the groups that were issued first, and commit the batch."""
         while len(self.running) < GROUPS:
             self.dispatch()
         taken, self.running = self.running[:GROUPS], self.running[GROUPS:]
@@ -98,7 +99,7 @@ class Scheduler:
 
 
 class Learner:
-    """A learner's view of the run."""
+    """A learner, with the part of the log that it has read."""
 
     def __init__(self, run: MemoryStore) -> None:
         log = Log(run)
@@ -106,7 +107,7 @@ class Learner:
         self.writer = log.claim("learner")
 
     def publish(self, version: int, batch_entry: int | None) -> None:
-        """Publish a version, and prune the objects that retention then releases."""
+        """Publish a version, and prune the objects that the retention rules no longer require."""
         files = {"weights/model.safetensors": b"w", "learner/state.safetensors": b"s"}
         weights, state = ((stored,) for stored in self.policies.stage(self.writer, version, files))
         self.policies.publish(self.writer, VersionPublished(version, batch_entry, weights, state))
@@ -124,7 +125,7 @@ class Run(RuleBasedStateMachine):
         self.log = Log(self.store)
         self.log.claim("supervisor")
         self.runner = asyncio.Runner(loop_factory=VirtualClockLoop)
-        self.committed: dict[int, bytes] = {}  # entry -> the bytes of the batch that it committed
+        self.committed: dict[int, bytes] = {}  # maps a log entry to the bytes of the batch that the entry committed
         self.trained: dict[int, tuple[GroupKey, ...]] = {}
         self.learner = Learner(self.store)
         self.learner.publish(0, None)
@@ -149,7 +150,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def new_channel(self) -> None:
-        """Replace the channel, as after its death."""
+        """Replace the channel by an empty one, as after the death of the channel's process."""
         source = StoredBatches(TrajectoryStore(Log(self.store)))
         self.channel: Channel[object] = Channel(ALPHA + 1, source, self.version)
 
@@ -174,7 +175,8 @@ class Run(RuleBasedStateMachine):
         filtered=st.integers(0, 3),
     )
     def dispatch(self, which: int, count: int, failing: int, slow: int, filtered: int) -> None:
-        """Issue groups, and discard some as failed, stale or filtered; most filtered groups are of one source."""
+        """Issue groups, and discard some as failed, stale or filtered. Most filtered groups belong to the same source.
+        """
         scheduler = self.schedulers[which % len(self.schedulers)]
         for _ in range(count):
             scheduler.dispatch()
@@ -191,7 +193,9 @@ class Run(RuleBasedStateMachine):
         hears=st.sampled_from([True, True, False]),
     )
     def commit(self, which: int, puts: list[int], hears: bool) -> None:
-        """Commit batches, and put each into the channel zero to two times; the scheduler may not know of a void yet."""
+        """Commit batches, and put each batch into the channel zero to two times. The scheduler may not know yet that a
+        batch was voided.
+        """
         for times in puts:
             scheduler = self.schedulers[which % len(self.schedulers)]
             scheduler.batches.log.follow()
@@ -216,7 +220,8 @@ class Run(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["flipped", "cut", "gone"]), where=st.sampled_from([0, 0, 1]), met=st.booleans())
     def damage(self, how: Damage, where: int, met: bool) -> None:
-        """Damage the file of an untrained batch; with `met`, let the learner read it at once."""
+        """Damage the file of a batch that was not trained on; if `met` is true, let the learner read the file at once.
+        """
         waiting = sorted(self.waiting)
         if not waiting:
             return
@@ -228,7 +233,9 @@ class Run(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["flipped", "cut", "gone"]), puts=st.integers(0, 2))
     def make_again(self, how: Damage, puts: int) -> None:
-        """Damage the next batch to train on, so that it is voided, and form it again; with no `puts`, lose its put."""
+        """Damage the next batch to train on, so that it is voided, and form it again. If `puts` is 0, the batch is not
+        put.
+        """
         if self.version in self.waiting:
             self.damage(how, 0, met=True)
             scheduler = max(self.schedulers, key=lambda one: one.writer.claim)
@@ -237,7 +244,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 3), afresh=st.booleans())
     def learn(self, times: int, afresh: bool) -> None:
-        """Let the learner lease its batch, and train on the batch or void it, with each call repeated `times` times."""
+        """Let the learner lease its batch, and train on the batch or void the batch. Repeat each call `times` times."""
         number, learner = self.version, self.learner
         waiting = learner.batches.find_waiting(number)
         try:

@@ -1,4 +1,4 @@
-"""Tests of token arrays: they read like tuples, and have the bytes of Arrow."""
+"""Tests of token arrays: they can be read like tuples, and consist of the same bytes as an Arrow array."""
 
 from __future__ import annotations
 

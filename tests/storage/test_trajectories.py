@@ -1,4 +1,6 @@
-"""Tests of the trajectory store's guarantees: commits and voids, on every object store without a server."""
+"""Tests of the trajectory store's guarantees for commits and voids (revoked batches), on every object store that needs
+no server.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.support.together import together
 
 
 def content(committed: Path | pa.Buffer) -> pa.Buffer:
-    """Return the bytes of a commit's result."""
+    """Return the bytes of the batch that a commit returned as a path or as bytes."""
     return pa.py_buffer(committed.read_bytes()) if isinstance(committed, Path) else committed
 
 
@@ -57,7 +59,7 @@ def test_batch_is_read_as_committed(run: ObjectStore) -> None:
 
 
 def test_batch_number_is_committed_once(run: ObjectStore) -> None:
-    """A second commit changes nothing, with the same claim or with another one."""
+    """A second commit changes nothing, whether its writer has the same claim or another one."""
     first, writer = ready(run)
     entry, data = first.commit(writer, staged())
     before = run.get(entry_path(entry.n))
@@ -73,8 +75,8 @@ def test_batch_number_is_committed_once(run: ObjectStore) -> None:
     assert list(run.list("trajectories")) == [file_of(second, 0).path]
 
 
-def test_batch_file_without_a_log_entry_is_no_batch(run: ObjectStore) -> None:
-    """After a kill between the two writes there is no batch, and the next commit succeeds."""
+def test_batch_file_without_a_log_entry_is_ignored(run: ObjectStore) -> None:
+    """If the writer is killed between the two writes, there is no batch, and the next commit succeeds."""
     first, writer = ready(run)
     run.put(f"trajectories/00000000-{writer.claim}-0a1b2c3d.arrow", b"half a fi")
     assert first.find_waiting(0) is None
@@ -146,7 +148,7 @@ REWARD = SCHEMA.get_field_index("reward")
         (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "contains null values"),
     ],
 )
-def test_file_that_is_no_arrow_batch_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
+def test_file_that_is_not_an_arrow_batch_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
     with pytest.raises(Corrupt, match=message):
         TrajectoryBatch.from_bytes(data)
 
@@ -160,7 +162,7 @@ def test_file_that_is_no_arrow_batch_is_corrupt(data: bytes | pa.Buffer, message
 def test_random_damage_of_a_batch_file_is_detected_or_harmless(
     flips: list[tuple[int, int]], start: int, cut: int
 ) -> None:
-    """Any bytes give a readable batch or `Corrupt`, and never another error."""
+    """Reading any bytes returns a batch or raises `Corrupt`, and never raises another error."""
     data = bytearray(arrow_file(GOOD).to_pybytes())
     for place, value in flips:
         data[place % len(data)] = value
@@ -172,7 +174,7 @@ def test_random_damage_of_a_batch_file_is_detected_or_harmless(
     assert len(batch.table.to_pylist()) == len(batch)
 
 
-# --- voids -----------------------------------------------------------------------------------------------------
+# --- voided (revoked) batches ----------------------------------------------------------------------------------
 
 
 def test_voided_batch_is_formed_again(run: ObjectStore) -> None:
@@ -211,7 +213,9 @@ def test_batch_that_the_learner_rejects_is_voided(run: ObjectStore) -> None:
 
 
 def test_log_state_counts_how_often_a_prompt_was_resampled(memory: MemoryStore) -> None:
-    """The count ends when the prompt is trained on or filtered; rejected batches of a version are counted, too."""
+    """The count of a prompt ends when the prompt is trained on or filtered. The rejected batches since the newest
+    version are also counted.
+    """
     batches, writer = ready(memory)
     policies, learner = learning(memory)
 
@@ -242,7 +246,7 @@ def test_log_state_counts_how_often_a_prompt_was_resampled(memory: MemoryStore) 
 
 
 def test_discarded_groups_include_those_of_voided_batches(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch 1 of three is damaged twice; each commit has further discards."""
+    """Batch 1 of three is damaged twice, and each of its commits lists other discarded groups."""
     batches, writer = ready(run, async_ratio=2)
     for number in range(3):
         batches.commit(writer, staged(number))
@@ -255,7 +259,7 @@ def test_discarded_groups_include_those_of_voided_batches(run: ObjectStore, monk
         made.append(entry.n)
     first, other = staged(1).discards, TrajectoryStore(Log(run))
     assert [other.discards(entry) for entry in made] == [first, first + gone[:1], first + gone]
-    for number in (0, 2):  # batches before the voided batch, and between its commits
+    for number in (0, 2):  # these batches were committed before the voided batch, and between its two commits
         assert other.discards(other.log.state.waiting[number].entry) == staged(number).discards
 
 
@@ -303,7 +307,7 @@ def test_batch_that_was_trained_on_is_not_voided(run: ObjectStore) -> None:
 
 
 def test_batch_void_that_loses_a_race_has_no_effect(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner trains on the batch between the check of its file and the entry."""
+    """The learner trains on the batch after its file was checked and before the log entry is appended."""
     batches, writer = ready(memory)
     batches.commit(writer, staged())
     policies, learner = learning(memory)
@@ -330,7 +334,9 @@ def test_verify_compares_the_batch_file_with_its_log_entry(run: ObjectStore) -> 
 
 
 def test_void_during_a_commit_gives_no_prompt_two_outcomes(run: ObjectStore) -> None:
-    """The scheduler's own groups stay open and count; those of the voided batch are open again."""
+    """The groups that the scheduler is about to commit stay open and are committed. The groups of the voided batch are
+    open again.
+    """
     batches, writer = ready(run, async_ratio=2)
     _, learner = learning(run)
     for number in range(2):
@@ -350,7 +356,9 @@ def test_void_during_a_commit_gives_no_prompt_two_outcomes(run: ObjectStore) -> 
 
 
 def test_voiding_a_batch_keeps_the_prompt_cursor(run: ObjectStore) -> None:
-    """With two sources, batch 1 of three is lost: its group and those in flight are open, but not the filtered ones."""
+    """With two prompt sources, batch 1 of three is lost. Its group and the groups in flight are open, but filtered
+    groups are not.
+    """
     batches, writer = ready(run, async_ratio=2, sources=2)
     groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # prompts of each batch
     issued = (0, 1, 2, 3), (4, 5, 6), (8, 10)

@@ -1,4 +1,4 @@
-"""Tests that unreadable files do not count as missing, for a process out of descriptors or a stale mount."""
+"""Tests that an unreadable file does not count as missing, for example if a process has no free file descriptor."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ for name, what in found.items():
 
 
 def committed(run: ObjectStore) -> tuple[TrajectoryStore, Writer, PolicyVersion]:
-    """Create a run with a version of two shards and a waiting batch, and the scheduler's view of it."""
+    """Create a run with a policy version of two weight files and a waiting batch; return the scheduler's view of the
+    run.
+    """
     begin(run)
     policies, learner = learning(run)
     weights = policies.stage(learner, 0, WEIGHTS)
@@ -98,7 +100,7 @@ def test_process_without_file_descriptors_voids_no_batch(tmp_path: Path) -> None
 
 
 def is_whole(batches: TrajectoryStore) -> None:
-    """Return whether nothing was voided and the batch can be read."""
+    """Return whether no batch was voided and the batch can be read."""
     assert batches.read(file_of(batches, 0)).size > 0
     assert batches.log.state.voids == 0
 
@@ -154,7 +156,7 @@ def test_missing_batch_file_is_quarantined(damage: str, tmp_path: Path) -> None:
 
 
 def test_full_disk_and_unreadable_source_give_different_errors(tmp_path: Path) -> None:
-    """`fetch` reads one file and writes another; the error depends on which one fails."""
+    """The method `fetch` reads one file and writes another file. The error depends on which of the two files fails."""
     run = open_store(str(tmp_path / "run"))
     run.put("a", b"x" * 10)
     with pytest.raises(StoreFailed, match="No space left"):

@@ -1,4 +1,4 @@
-"""Tests of a disk that fails after an object has its name: a committed object is not reported as unwritten."""
+"""Tests of a disk that fails after an object got its name: an object that exists is not reported as unwritten."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_append_with_a_failed_sync_is_stored_once(local: LocalStore, break_next:
 
 
 class Losing(LocalStore):
-    """A store whose disk fails once, when the entry is created and the file is not durable yet."""
+    """A store whose disk fails once, when the log entry is created and the file that it names is not durable yet."""
 
     failures = 1
 
@@ -114,11 +114,13 @@ def test_lost_batch_file_is_written_again_with_its_log_entry(tmp_path: Path) -> 
     assert TrajectoryStore(Log(sound)).read(waiting.file) is not None
 
 
-# --- false answers: the disk reports a failure, although the operation succeeded -------------------------------
+# --- false errors: the disk reports a failure, although the operation succeeded --------------------------------
 
 
 def lost_answers(monkeypatch: pytest.MonkeyPatch, call: str, *, done: bool = True) -> None:
-    """Make `os.link` (or another function) report a disk failure, after doing its work or without it."""
+    """Make `os.link` (or another function) report a disk failure, either after it has done its work or instead of doing
+    it.
+    """
     real = getattr(os, call)
 
     def failing(*names: Path) -> None:
@@ -130,7 +132,7 @@ def lost_answers(monkeypatch: pytest.MonkeyPatch, call: str, *, done: bool = Tru
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    """Make a path unreadable."""
+    """Make reads of a path fail."""
     real = os.stat
 
     def failing(path: Path, **more: bool) -> os.stat_result:
@@ -246,7 +248,7 @@ def test_put_into_a_folder_that_cannot_be_synced_fails(local: LocalStore, monkey
 
 
 def failing_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Make the sync of this folder fail."""
+    """Make each sync of this folder fail."""
     fsync = os.fsync
 
     def failing(descriptor: int) -> None:

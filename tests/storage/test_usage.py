@@ -1,4 +1,6 @@
-"""Tests of CPU seconds by role: each process counts once, and sums survive replaced processes and observers."""
+"""Tests of CPU seconds by role: each process is counted once, and sums stay right when processes or supervisors are
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from tests.support.waiting import until
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
-BURNT = 0.6  # measured of 0.7 CPU seconds, because user and system time are rounded down to ticks of 10 ms
+BURNT = 0.6  # least measured value for 0.7 CPU seconds, because user and system time are rounded down to ticks of 10 ms
 
 
 def test_cpu_time_of_a_role_includes_replaced_processes(tmp_path: Path) -> None:
@@ -29,9 +31,9 @@ def test_cpu_time_of_a_role_includes_replaced_processes(tmp_path: Path) -> None:
     first, second = CpuUsage(), CpuUsage()
     first.note([CpuCost("learner", "a:1:1", 10.0), CpuCost("scheduler", "a:2:1", 5.0)])
     first.note([CpuCost("learner", "a:1:1", 30.0)])
-    first.note([CpuCost("learner", "a:3:9", 0.5)])  # the process that replaced it
+    first.note([CpuCost("learner", "a:3:9", 0.5)])  # this process replaced the first one
     store_usage(run, "one", first)
-    # measured by another supervisor
+    # these CPU times were measured by another supervisor
     second.note([CpuCost("learner", "a:3:9", 4.0), CpuCost("scheduler", "a:2:1", 4.0)])
     store_usage(run, "two", second)
     assert read_usage(run).totals() == {"learner": 34.0, "scheduler": 5.0}
@@ -84,7 +86,9 @@ def test_service_that_has_ended_adds_no_cpu_usage(tmp_path: Path) -> None:
 
 
 def test_clock_step_does_not_count_a_process_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process id with the start time by the wall clock would count twice after a clock step."""
+    """If the id of a process contained its start time by the wall clock, the process would be counted twice after a
+    clock step.
+    """
     seen, booted = CpuUsage(), psutil.boot_time()
     for step in (0.0, 3600.0, -3600.0):
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda step=step: booted + step)
@@ -93,7 +97,7 @@ def test_clock_step_does_not_count_a_process_twice(monkeypatch: pytest.MonkeyPat
 
 
 def test_ending_process_has_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel frees a process's memory before it counts as ended, which takes time for a large process."""
+    """The kernel frees the memory of a process, which takes time, before the process counts as ended."""
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [])
     with Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"]) as service:
         until(lambda: service.processes)

@@ -1,4 +1,6 @@
-"""Tests of fetching weights for engines: checked before use, complete or absent, also with concurrent fetches."""
+"""Tests of downloading weights for engines: weights are checked before use and are never incomplete, even with
+concurrent downloads.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,12 @@ def published(run: ObjectStore) -> PolicyVersion:
 
 
 def opened(run: ObjectStore) -> PolicyStore:
-    """Open the run as another process does."""
+    """Open the policy store of the run as another process does."""
     return PolicyStore(Log(run))
 
 
 def lying(cache: Path) -> list[str]:
-    """List the folders that lie in a node's cache."""
+    """List the folders in a machine's cache."""
     return sorted(path.name for path in cache.glob("*/*") if path.name != ".lock")
 
 
@@ -62,7 +64,7 @@ def whole(folder: Path) -> bool:
 def test_several_engines_download_weights_concurrently(
     run: ObjectStore, version: PolicyVersion, tmp_path: Path
 ) -> None:
-    """Each engine always gets complete weights, and nothing else stays in the cache."""
+    """Each engine gets complete weights, and no other file is left in the cache."""
     barrier, right = threading.Barrier(6), []
 
     def fetch() -> None:
@@ -98,7 +100,7 @@ def test_damaged_cached_weights_are_downloaded_again(tmp_path: Path) -> None:
 
 
 def test_weight_files_are_downloaded_once_per_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are hashed during the fetch, and not by later callers; a store's own files are also hashed once."""
+    """Bytes are hashed during the download, and not by later callers. Files of a local store are also hashed once."""
     hashed = []
     check = chain.check_object
     for module in (policies, chain):
@@ -112,7 +114,7 @@ def test_weight_files_are_downloaded_once_per_node(tmp_path: Path, monkeypatch: 
 
 
 def test_next_policy_version_releases_the_previous_folder(tmp_path: Path) -> None:
-    """The last version that a process requested stays, however many versions other processes fetch."""
+    """The last version that a process requested is kept, however many versions other processes download."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
     store, other = opened(run), opened(run)
@@ -144,14 +146,14 @@ def test_other_weights_of_the_same_version_have_their_own_folder(tmp_path: Path)
 
 
 def fetched(run: ObjectStore, version: PolicyVersion, cache: Path, start: Barrier) -> Path:
-    """Fetch a version's weights in a separate process."""
+    """Download a version's weights in a separate process."""
     start.wait(60)
     return opened(run).weights_folder(version, cache)
 
 
 @pytest.mark.slow
 def test_node_requests_each_weight_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of processes of the node may request the files at once."""
+    """Any number of processes of a machine may request the files at the same time."""
     reads: Counter[str] = Counter()
     with s3_server("once", reads=reads) as endpoint, multiprocessing.get_context("spawn").Manager() as manager:
         use(endpoint, monkeypatch)

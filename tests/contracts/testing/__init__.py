@@ -1,4 +1,4 @@
-"""Contract suites for user-defined parts: one class of tests for each contract.
+"""Provides contract suites for user-defined parts, such as scorers: one class of tests for each contract.
 
 A user's test derives from the class and names the part; pytest then runs the whole contract on the part. rollflow's own
 tests derive from the same classes.

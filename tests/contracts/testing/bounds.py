@@ -1,4 +1,4 @@
-"""Runs user code so that code that hangs or blocks fails its test with a sentence, and does not stop pytest."""
+"""Runs user code with bounds. If the code hangs or blocks, its test fails with a sentence, and pytest continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def call_bounded(call: Callable[[], Result], what: str, seconds: float = HANG_SE
 
 
 def run_bounded(coroutine: Coroutine[Any, Any, Result], what: str, seconds: float = HANG_SECONDS) -> Result:
-    """Return the result of a coroutine, which runs in an event loop of its own, as `call_bounded` does."""
+    """Run a coroutine in its own event loop and return the result; fail like `call_bounded` if the coroutine takes too
+    long.
+    """
     return call_bounded(lambda: asyncio.run(coroutine), what, seconds)
 
 
@@ -83,7 +85,7 @@ def assert_raises(kind: type[Exception], sentence: str, match: str = "") -> Iter
 
 
 def reach_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes that rollflow starts import what this process can import."""
+    """Let the processes that rollflow starts import the same modules that this process can import."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if os.path.isabs(path)))
 
 

@@ -1,4 +1,4 @@
-"""The contract of engines, as tests: see `rollflow.tasks.engines.base`. These tests need pytest-asyncio."""
+"""Tests the contract of engines, which `rollflow.tasks.engines.base` describes. These tests need pytest-asyncio."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ LONG = 200
 
 
 class ReferenceModel(Protocol):
-    """Computes what an engine should: log-probs, and the most probable tokens, under the weights of a version."""
+    """Computes the values that an engine should return: log-probs, and the most probable tokens, under a version's
+    weights.
+    """
 
     def logprobs(self, version: int, tokens: Sequence[int], temperature: float = 1.0) -> Sequence[float]:
-        """Return the log-probability (nats) of each of tokens[1:] given the tokens before it."""
+        """Return the log-probability (nats) of each of `tokens[1:]`, given the tokens before it."""
 
     def greedy(self, version: int, prompt: Sequence[int], count: int) -> Sequence[int]:
-        """Return the `count` most probable tokens after the prompt, one after another."""
+        """Return `count` tokens after the prompt, each of which is the most probable next token."""
 
 
 def find_no_weights(version: int) -> Any:
@@ -39,7 +41,7 @@ def find_no_weights(version: int) -> Any:
 
 
 async def close_engine(engine: Engine) -> None:
-    """Close an engine, which has to answer no more calls."""
+    """Close an engine, to which no more calls are sent."""
     await engine.close()
 
 
@@ -47,8 +49,8 @@ async def close_engine(engine: Engine) -> None:
 class EngineCase:
     """An engine under test, with the requests and weights that tests need.
 
-    `weights` returns the argument of `update` for a version; even and odd versions should have different weights.
-    Without a `reference` the tests that compare log-probs are skipped.
+    `weights` returns the argument of `update` for a version. Even and odd versions should have different weights. If
+    `reference` is None, the tests that compare log-probs are skipped.
     """
 
     engine: Engine
@@ -107,7 +109,7 @@ def begin_of(generation: Generation, count: int) -> TokenSpan:
 
 
 def check(generation: Generation) -> None:
-    """Check what holds for every generation."""
+    """Check the properties that every generation must have."""
     assert len(generation.tokens) == len(generation.logprobs), (
         f"every token must have its log-prob: {len(generation.tokens)} tokens, {len(generation.logprobs)} log-probs"
     )
@@ -117,7 +119,7 @@ def check(generation: Generation) -> None:
 
 
 def first_stop(case: EngineCase, tokens: Sequence[int], stop: str) -> int | None:
-    """Return the length of the shortest beginning that contains the stop string."""
+    """Return the length of the shortest prefix of `tokens` that contains the stop string."""
     found = (count for count in range(len(tokens) + 1) if stop in "".join(map(case.letter, tokens[:count])))
     return next(found, None)
 
@@ -126,10 +128,11 @@ def first_stop(case: EngineCase, tokens: Sequence[int], stop: str) -> int | None
 class EngineContract:
     """Tests of an engine, which all tests of the class share. A subclass builds the engine by `build`."""
 
-    foreign: ClassVar[str] = "kind 'image' at position 2 "  # the refusal of a prompt's part that is not tokens
+    # a pattern in the error message with which the engine refuses a prompt with an image
+    foreign: ClassVar[str] = "kind 'image' at position 2 "
 
     def build(self) -> EngineCase:
-        """Return the engine under test, not started."""
+        """Return the engine under test. The engine must not be started yet."""
         raise NotImplementedError(f"{type(self).__name__} must build the engine: def build(self) -> EngineCase")
 
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
@@ -140,7 +143,9 @@ class EngineContract:
             yield case
 
     async def test_text_only_engine_refuses_an_image(self, case: EngineCase) -> None:
-        """An engine that reads tokens alone names the part in one sentence, and other requests go on."""
+        """An engine that reads only tokens refuses the image in one sentence that names it, and other requests
+        continue.
+        """
         mixed = ModelInput.from_parts([Int32s.of((3, 7)), ForeignPart("image", "5e" * 32, 4), Int32s.of((11,))])
         asked = replace(case.request(), prompt=mixed), case.request()
         refused, generation = await asyncio.gather(*map(case.engine.generate, asked), return_exceptions=True)
@@ -149,7 +154,7 @@ class EngineContract:
         assert isinstance(generation, Generation)
         check(generation)
 
-    async def test_generation_has_the_version_in_use(self, case: EngineCase) -> None:
+    async def test_generation_names_the_policy_version_in_use(self, case: EngineCase) -> None:
         requests = [case.request(LONG if i == 0 else 4 + i) for i in range(20)]
         generations = await asyncio.gather(*map(case.engine.generate, requests))
         for request, generation in zip(requests, generations, strict=True):
@@ -274,7 +279,7 @@ class EngineContract:
             "an abort must not overtake the request that it aborts"
         )
 
-    async def test_engine_works_after_a_cancelled_call(self, case: EngineCase) -> None:
+    async def test_engine_answers_requests_after_a_cancelled_call(self, case: EngineCase) -> None:
         _, tasks = await start_requests(case, 4)
         for task in tasks[:2]:
             task.cancel()
@@ -320,7 +325,9 @@ class EngineContract:
 
     @pytest.mark.parametrize("length", [1, 2, 3])
     async def test_response_ends_at_its_first_stop_string(self, case: EngineCase, length: int) -> None:
-        """The same holds for a response that continues on another engine, even if its prefix cuts the stop string."""
+        """The same holds for a response that continues on another engine, even if the prefix ends within the stop
+        string.
+        """
         request = case.request(40, temperature=1.0 if case.reference is None else 0.0)
         whole = await case.engine.generate(request)
         place = len(whole.tokens) // 2

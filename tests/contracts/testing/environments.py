@@ -1,4 +1,4 @@
-"""The contract of environments, as tests: see `rollflow.tasks.environments.base`."""
+"""Tests the contract of environments, which `rollflow.tasks.environments.base` describes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rollflow.tasks.scorers.base import Score, check_number, is_failure
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, run_bounded
 
 PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer": "1"})
-MOST_CALLS = 1000  # generations after which an episode counts as one that never ends
+MOST_CALLS = 1000  # an episode with more generations than this counts as one that never ends
 
 
 class CodePoints:
@@ -73,7 +73,8 @@ class ScriptedEpisode:
     asked: list[str] = field(default_factory=list)
     lived: LivedEpisode = field(default_factory=LivedEpisode)
     talk: Conversation = field(default_factory=Conversation)
-    roles: dict[str, tuple[Prompt, Conversation]] = field(default_factory=dict)  # of the roles that do not act
+    # prompts and conversations of the roles that do not act at the moment
+    roles: dict[str, tuple[Prompt, Conversation]] = field(default_factory=dict)
     fault: str = ""
     snapshot: bytes | None = None
     keeps_snapshots: bool = False
@@ -239,7 +240,7 @@ class EnvironmentContract:
         return ScriptedEpisode(ports, self.prompt, turns, longest, self.said)
 
     def play(self, environment: Environment, *episodes: ScriptedEpisode) -> list[Score | None]:
-        """Play episodes at the same time; fail if the environment breaks its contract in one of them."""
+        """Play episodes concurrently; fail if the environment breaks its contract in one of them."""
 
         async def play_all() -> list[Any]:
             return await asyncio.gather(*map(environment.play, episodes))
@@ -274,7 +275,7 @@ class EnvironmentContract:
             assert score is None, "an episode that is not wanted any more must end with None"
 
     @pytest.mark.parametrize("longest", range(1, 12))
-    def test_environment_works_with_any_remaining_context(
+    def test_episode_ends_with_a_reward_for_any_remaining_context(
         self, environment: Environment, ports: EnvironmentPorts, longest: int
     ) -> None:
         episode = self.begin(ports, longest=longest)
@@ -327,7 +328,7 @@ class EnvironmentContract:
         assert not blocking, f"an environment must await and never block, but it called {blocking}"
 
     def test_cancelled_episode_ends(self, environment: Environment, ports: EnvironmentPorts) -> None:
-        """The task of an episode that is not wanted any more is cancelled."""
+        """If an episode is not needed any more, its asyncio task is cancelled."""
         episode = WaitingEpisode(ports, self.prompt)
 
         async def cancel() -> None:

@@ -1,4 +1,4 @@
-"""The contract of learners, as tests: see `rollflow.tasks.learners.base`."""
+"""Tests the contract of learners, which `rollflow.tasks.learners.base` describes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DAMAGES: tuple[Callable[[bytes], bytes], ...] = (
 
 
 def trajectory(prompt: list[int], response: list[int], sample: int = 0, reward: float = 0.0) -> Trajectory:
-    """Return a response of version 0 to a prompt."""
+    """Return a trajectory: a prompt and a response that version 0 sampled."""
     tokens = (*prompt, *response)
     mask = (False,) * len(prompt) + (True,) * len(response)
     logprobs = (0.0,) * len(prompt) + tuple(-0.5 - 0.01 * t for t in response)
@@ -76,7 +76,9 @@ def batch(seed: int, vocabulary: int = 300, logprob: float | None = None) -> Tra
 
 
 def joined(files: Mapping[str, Data]) -> Files:
-    """Return files as bytes. A learner returns views of its tensors, which change with the learner's next step."""
+    """Return copies of files as bytes. A copy is needed because a learner returns views of its tensors, which change in
+    its next step.
+    """
     return {name: b"".join(split_buffers(data)) for name, data in files.items()}
 
 
@@ -86,7 +88,7 @@ def saved(learner: Learner) -> tuple[Files, Files]:
 
 
 def trained(learner: Learner, versions: int, vocabulary: int = 300) -> Learner:
-    """Train that many versions."""
+    """Train the given number of versions."""
     for version in range(versions):
         learner.step(batch(version, vocabulary), version)
     return learner
@@ -136,7 +138,7 @@ def model_logprobs(folder: Path, tokens: tuple[int, ...], dtype: str) -> list[fl
 class LearnerContract:
     """Tests of a learner. A subclass builds the learner by `build`, for a policy with a tied output head."""
 
-    vocabulary: ClassVar[int] = 250  # tokens of the batches are smaller
+    vocabulary: ClassVar[int] = 250  # all token ids in the batches are smaller than this number
 
     def build(self, start: LearnerStart) -> Learner:
         """Return a new learner."""
@@ -166,11 +168,11 @@ class LearnerContract:
         return builder(start)
 
     def batch(self, seed: int) -> TrajectoryBatch:
-        """Return a batch whose tokens the policy has."""
+        """Return a batch whose tokens are in the policy's vocabulary."""
         return batch(seed, self.vocabulary)
 
     def train(self, learner: Learner, versions: int) -> Learner:
-        """Train that many versions."""
+        """Train the given number of versions."""
         return trained(learner, versions, self.vocabulary)
 
     @pytest.mark.parametrize("versions", [0, 2])
@@ -179,14 +181,14 @@ class LearnerContract:
     ) -> None:
         """The steps of both learners are equal bit for bit, so any version can be replayed.
 
-        Before `load`, the restored learner had another state.
+        Before the call of `load`, the restored learner had another state.
         """
         before = saved(self.train(learner, versions))
         after = [
             (learner.step(self.batch(7 + version), version), saved(learner)) for version in (versions, versions + 1)
         ]
         other = self.train(builder(replace(start, trained=False, seed=99)), 1)
-        torch.rand(7)  # the generator is part of the state
+        torch.rand(7)  # the state of the random number generator is part of the learner's state
         other.load(*before)
         assert saved(other) == before, "`load` must restore weights and state, bit for bit"
         for version, (metrics, once) in enumerate(after, versions):
@@ -199,7 +201,7 @@ class LearnerContract:
     def test_learner_with_blank_weights_takes_the_same_next_step(
         self, learner: Learner, builder: Builder, start: LearnerStart, versions: int
     ) -> None:
-        """A learner starts blank after a restart, and `load` is called first."""
+        """After a restart, a learner starts with blank weights, and `load` is the first call."""
         before = saved(self.train(learner, versions))
         likely, metrics, after = learner.logprobs(PROBE), learner.step(self.batch(7), versions), saved(learner)
         other = builder(replace(start, trained=False, blank=True, seed=99))

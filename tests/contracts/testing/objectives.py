@@ -1,4 +1,4 @@
-"""The contract of objectives, as tests: see `rollflow.tasks.objectives.base`."""
+"""Tests the contract of objectives, which `rollflow.tasks.objectives.base` describes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ ROWS, LENGTH = 40, 5  # rows of `draw_tokens`, and tokens of each row
 
 
 def draw_tokens(spread: float = 0.5, dtype: torch.dtype = F64) -> MaskedTokens:
-    """Draw 200 tokens in rows of five; advantages are positive, negative or zero. `spread`: nats between policies."""
+    """Draw 200 tokens in rows of five; advantages are positive, negative or zero. The policies' log-probs differ by
+    about `spread` nats.
+    """
     draw, count = torch.Generator().manual_seed(0), ROWS * LENGTH
 
     def normal() -> Tensor:
@@ -48,7 +50,7 @@ def gradient(found: TokenLoss, given: MaskedTokens) -> Tensor:
 
 
 def pick(given: MaskedTokens, where_M: Tensor) -> MaskedTokens:
-    """Return the tokens at the places `where_M`, in the order of `where_M`."""
+    """Return the tokens at the positions `where_M`, in the order of `where_M`."""
     whole = {field.name: getattr(given, field.name) for field in fields(given)}
     columns = {name: value[where_M].detach() for name, value in whole.items() if value is not None}
     leaves = {name: columns[name].requires_grad_() for name in ("logp_M", "entropy_M")}
@@ -74,7 +76,9 @@ class ObjectiveContract:
             pytest.fail(f"a run refuses this objective: {error}", pytrace=False)
 
     def test_by_token_is_true_if_tokens_are_independent(self, objective: Objective) -> None:
-        """A wrong True would compute wrong losses of split rows; a wrong False would cost memory."""
+        """If `by_token` were wrongly True, the losses of split rows would be wrong. If it were wrongly False, memory
+        would be wasted.
+        """
         given, some_M = draw_tokens(), torch.arange(ROWS * LENGTH) % LENGTH < 2
         whole, cut = self.loss(objective, given), self.loss(objective, pick(given, some_M))
         same = torch.equal(whole.loss_M[some_M], cut.loss_M) and torch.equal(whole.clipped_M[some_M], cut.clipped_M)
@@ -86,7 +90,7 @@ class ObjectiveContract:
     def test_good_answers_become_likelier_and_bad_ones_less(self, objective: Objective) -> None:
         given = draw_tokens()
         slope_M = gradient(self.loss(objective, given), given)
-        if not objective.every_row:  # the gradient of a penalty may have the other sign
+        if not objective.every_row:  # the gradient of a penalty may have the opposite sign
             assert bool((slope_M * given.advantage_M <= 0).all()), (
                 "a smaller loss must make tokens of positive advantage likelier, and of negative advantage less likely"
             )

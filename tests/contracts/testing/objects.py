@@ -1,4 +1,4 @@
-"""The contract of object stores, as tests: see `rollflow.storage.objects.base`."""
+"""Tests the contract of object stores, which `rollflow.storage.objects.base` describes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ObjectStoreContract:
     """Tests of an object store. A subclass builds an empty store by `build`."""
 
     def build(self, folder: Path) -> ObjectStore:
-        """Return an empty store; `folder` is an empty folder that it may use."""
+        """Return an empty store; `folder` is an empty folder that the store may use."""
         raise NotImplementedError(f"{type(self).__name__} must build the store: def build(self, folder)")
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""The contract of prompt sources, as tests: see `rollflow.tasks.prompts.base`."""
+"""Tests the contract of prompt sources, which `rollflow.tasks.prompts.base` describes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.prompts.tables import read_file
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, reach_from_workers
 
-LONGEST = 1_000_000  # most bytes of a question in these tests
+LONGEST = 1_000_000  # largest number of bytes of a question in these tests
 ASKED = 600
 AGAIN = """
 import sys

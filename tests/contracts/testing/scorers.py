@@ -1,4 +1,4 @@
-"""The contract of verifiers, as tests: see `rollflow.tasks.scorers.base` and `rollflow.tasks.scorers.verifier`."""
+"""Tests the contract of scorers, which `rollflow.tasks.scorers.base` and `rollflow.tasks.scorers.verifier` describe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD = ("", " ", "none", "-1", "1e999", "\N{SUPERSCRIPT TWO}", "1 7", "\x00", "9"
 
 @dataclass(frozen=True)
 class ScorerCase:
-    """A verifier, the reference of one question, a right answer and a wrong one."""
+    """A scorer, the reference of one question, a right answer and a wrong answer."""
 
     config: RewardConfig
     reference: Mapping[str, Any]
@@ -58,7 +58,7 @@ class ScorerContract:
 
     @pytest.fixture(autouse=True)
     def tokenizer_of_case(self, case: ScorerCase, tmp_path: Path) -> None:
-        """Make a policy's tokenizer, by which responses have tokens."""
+        """Create a policy's tokenizer, which encodes the responses."""
         folder = tmp_path / "policy"
         folder.mkdir()
         for name, data in build_cold_folder(ColdStart(), [f"{case.right} {case.wrong}"] * 10).items():
@@ -142,7 +142,7 @@ class ScorerContract:
 
     def test_asynchronous_scorer_never_blocks_the_event_loop(self, case: ScorerCase, verify: Verifier) -> None:
         if not verify.is_async:
-            return  # a worker gives the function one call at a time
+            return  # a worker makes only one call of the function at a time
 
         def list_calls() -> list[str]:
             try:
@@ -173,7 +173,7 @@ class ScorerContract:
         )
 
     def test_values_of_tokens_and_steps_fit_the_response(self, case: ScorerCase, verify: Verifier) -> None:
-        """A scorer gives each token a value or none, and each step ends within the response."""
+        """A scorer gives each token one value or no value, and each step ends within the response."""
         responses = (case.right, case.wrong, *ODD)
         scores = self.score(verify, case, *responses)
         for response, score in zip(responses, self.place(case, responses, scores), strict=True):

@@ -1,4 +1,4 @@
-"""Fixtures: runs to be audited, in memory."""
+"""Provides runs in memory as fixtures, for tests of the audit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def objects() -> Mapping[str, bytes]:
-    """Make a run of `lagging`, and return its objects, without snapshots and stored audits."""
+    """Create a run by `lagging`, and return its objects, except snapshots and results of audits."""
     made = MemoryStore(uuid.uuid4().hex)
     lagging(made)
     assert audit(made).clean
@@ -37,7 +37,7 @@ def objects() -> Mapping[str, bytes]:
 
 @pytest.fixture
 def run(store: MemoryStore, objects: Mapping[str, bytes]) -> MemoryStore:
-    """Return a copy of the run."""
+    """Return a store with a copy of the run's objects."""
     for path, data in objects.items():
         store.put(path, data)
     return store

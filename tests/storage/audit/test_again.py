@@ -35,12 +35,12 @@ class Counted:
 
 @pytest.mark.parametrize("length", [5, 50])
 def test_second_audit_reads_only_new_log_entries(store: MemoryStore, watched: Watched, length: int) -> None:
-    """The second audit makes the same number of reads after 50 versions as after 5."""
+    """The second audit makes the same number of reads, whether the run has 50 versions or 5."""
     actors = Actors.begin(store).train(length)
     with Counted(watched) as whole:
         first = audit(watched)
     known = len(read(store))
-    # at most `AT_ONCE` reads beyond the log's end, for any length of the log
+    # the audit makes at most `AT_ONCE` reads beyond the log's end, for any length of the log
     assert whole.reads["log"] <= known + AT_ONCE + 1
     actors.train(2, prune=False)
     new = len(read(store)) - known
@@ -50,7 +50,8 @@ def test_second_audit_reads_only_new_log_entries(store: MemoryStore, watched: Wa
     assert report.clean
     assert (report.since, report.entries) == (known, known + 4)
     again = 2 + recheck.NEWEST  # reads of entries 0 and 1 and of the newest entries
-    assert second.reads["log"] <= 1 + again + 4 + 8  # and reads of the new entries, and of free numbers after them
+    # the other reads are of the new entries, and of unused numbers after them
+    assert second.reads["log"] <= 1 + again + 4 + 8
     assert second.reads["trajectories"] == 2
     assert second.reads["policies"] == 4  # weights and state of two versions
     assert second.reads["audits"] == 1
@@ -65,7 +66,7 @@ def test_second_audit_reads_only_new_log_entries(store: MemoryStore, watched: Wa
 
 
 def test_new_log_entries_must_follow_the_audited_ones(store: MemoryStore) -> None:
-    """The new entries form a valid chain, but do not follow the entry at which the audit ended."""
+    """The new entries form a valid hash chain, but do not follow the entry at which the audit ended."""
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
     n, prev = len(read(store)), "0" * 64
@@ -106,7 +107,7 @@ def test_audit_with_violations_stores_no_checkpoint(store: MemoryStore, watched:
 
 
 def test_audit_with_violations_keeps_earlier_checkpoints(store: MemoryStore) -> None:
-    """The violation is in a new entry, so the next audit begins at the earlier result again."""
+    """The violation is in a new entry, so the next audit begins again where the earlier stored audit ended."""
     actors = Actors.begin(store).train(2)
     assert audit(store).clean
     kept, end = list(store.list("audits")), len(read(store))
@@ -153,7 +154,7 @@ def test_deep_audit_reads_every_object_again(store: MemoryStore) -> None:
     store.put(path, b"damaged")
     assert audit(store).clean
     assert [(v.kind, v.where) for v in audit(store, deep=True).violations] == [("altered", path)]
-    # no stored audit covers the object any more
+    # the stored results of audits were removed, so the object is checked again
     assert [(v.kind, v.where) for v in audit(store).violations] == [("altered", path)]
     store.put(path, data)
     assert audit(store).clean
@@ -185,7 +186,9 @@ def test_only_the_newest_audit_checkpoints_are_kept(store: MemoryStore) -> None:
 
 
 def test_audit_limits_the_bytes_it_reads_at_a_time(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read begins only if all reads together stay within the limit; a single larger object is read alone."""
+    """A read begins only if all concurrent reads together stay within the limit. An object above the limit is read
+    alone.
+    """
     monkeypatch.setattr(objects, "MOST_BYTES", 10)
     ended: list[objects.ObjectFinding] = []
     before = []

@@ -1,7 +1,7 @@
-"""Tests of alterations of a finished run by an attacker with write access, and of the checks that find them.
+"""Tests which checks find the alterations that an attacker with write access can make to a finished run.
 
-All hashes and chains that depend on the altered part are recomputed, and the results of earlier audits are removed.
-The run is real, with prompts, log and learner; only its responses are artificial.
+After each alteration, all hashes that depend on the altered part are recomputed, and the results of earlier audits are
+removed. The run is real, with prompts, log and learner; only its responses are artificial.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.small_run import prepare_small, train_small
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("alterations")]
 PAGE = Path(__file__).parents[3] / "docs" / "audit.md"
 ALTERATIONS = all_alterations()
-UNSEEN = [  # only alterations that the audit does not find, because a replay takes seconds
+UNSEEN = [  # these are only the alterations that the audit does not find, because a replay takes seconds
     pytest.param(one, marks=[] if one.what in ("a reward", "one weight") else pytest.mark.soak, id=one.what)
     for one in ALTERATIONS
     if "audit" not in one.by
@@ -38,7 +38,7 @@ UNSEEN = [  # only alterations that the audit does not find, because a replay ta
 
 @dataclass
 class Finished:
-    """A finished run, and two anchors of its log, which are kept elsewhere."""
+    """A finished run, and two anchors of its log (hashes of entries), which the attacker cannot change."""
 
     context: RunContext
     anchors: tuple[Anchor, Anchor]
@@ -66,7 +66,7 @@ def forger(finished: Finished, tmp_path: Path) -> Forger:
 
 
 def audited(context: RunContext) -> AuditReport:
-    """Return the report of a deep audit without stored results."""
+    """Return the report of a deep audit that uses no stored results of earlier audits."""
     fresh = RunContext(context.uri, context.cache)
     return audit(fresh.store, deep=True, expected=expected_of(fresh))
 
@@ -92,7 +92,9 @@ def test_audit_finds_every_documented_alteration(one: Alteration, forger: Forger
 
 @pytest.mark.parametrize("one", UNSEEN)
 def test_replay_finds_alterations_as_documented(one: Alteration, forger: Forger) -> None:
-    """Alterations that the audit does not find are replayed; a run that a replay cannot read counts as found."""
+    """Runs whose alteration the audit does not find are replayed. If a replay cannot read the run, the alteration
+    counts as found.
+    """
     one.forge(forger)
     forget(forger.store)
     context = RunContext(forger.context.uri, forger.context.cache)

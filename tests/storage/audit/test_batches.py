@@ -1,4 +1,6 @@
-"""Tests that each fault of a batch (in its file, in its entry, or between them) is reported by kind and path."""
+"""Tests that an audit reports each fault of a batch by kind and path: a fault in the batch file, in the log entry, or a
+difference between the two.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,12 @@ def test_audit_finds_an_additional_response_to_a_prompt(run: MemoryStore) -> Non
 
 
 def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
-    """Return the group with one more sample."""
+    """Return the group with one additional sample."""
     first, *others = group.trajectories
     return replace(group, trajectories=(replace(first, sample=0), *others, replace(first, sample=4)))
 
 
-# the second key is an earlier name of the first
+# the second config key is an earlier name of the first one
 @pytest.mark.parametrize("key", ["redundant_responses", "extra_responses"])
 def test_audit_accepts_a_redundant_response_in_place_of_another(store: MemoryStore, key: str) -> None:
     Actors.begin(store, rollout={key: 1}).train(2)
@@ -86,7 +88,7 @@ def test_audit_finds_wrong_counts_and_versions_in_a_log_entry(
 
 
 def test_audit_finds_a_wrong_start_version_in_a_batch_file(run: MemoryStore) -> None:
-    """The file's started version is first later, then earlier than the tokens and the entry say."""
+    """The start version in the file is first newer, and then older, than that of the tokens and of the log entry."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     assert found(run) == {("lineage", path), ("stale", path)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=0)])
@@ -94,7 +96,7 @@ def test_audit_finds_a_wrong_start_version_in_a_batch_file(run: MemoryStore) -> 
 
 
 def test_audit_finds_a_single_too_old_trajectory(run: MemoryStore) -> None:
-    """The file shows the stale trajectory; the entry does not."""
+    """The batch file shows the stale trajectory, but the log entry does not."""
     path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
     assert found(run) == {("lineage", path), ("stale", path)}
     assert "batch 5 has a trajectory of staleness 4, more than async_ratio = 3" in {
@@ -103,14 +105,14 @@ def test_audit_finds_a_single_too_old_trajectory(run: MemoryStore) -> None:
 
 
 def test_audit_finds_a_wrong_start_version_in_file_and_log(run: MemoryStore) -> None:
-    """File and entry agree on a started version, but the tokens are of older versions."""
+    """The batch file and the log entry agree on a start version, but the tokens were sampled by older versions."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
     assert found(run) == {("stale", path)}
 
 
 def said(body: BatchCommitted, **change: int) -> TrainedGroup:
-    """Return the commit with changed fields of its second group."""
+    """Return the record of the second group in the batch's log entry, with changed fields."""
     return body.groups[1]._replace(**change)
 
 
@@ -120,7 +122,7 @@ def of_all(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
 
 
 def test_audit_finds_tokens_of_a_future_policy_version(run: MemoryStore) -> None:
-    """First only the file has tokens of a future version, then the entry has them, too."""
+    """First, only the batch file has tokens of a future version. Then the log entry also names that version."""
 
     def later(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         return [groups[0], of_first(groups[1], versions=(-1, 2, 4))]
@@ -183,7 +185,7 @@ def test_audit_finds_swapped_batch_files(run: MemoryStore) -> None:
 
 
 def test_audit_finds_log_entries_that_name_swapped_files(run: MemoryStore) -> None:
-    """Sizes and hashes match, but the contents of the files differ from the entries."""
+    """Sizes and hashes match, but the contents of the files differ from those that the log entries describe."""
     second, third = committed(run, 2), committed(run, 3)
     assert isinstance(second.body, BatchCommitted)
     assert isinstance(third.body, BatchCommitted)

@@ -58,7 +58,7 @@ def test_batch_formed_again_after_a_void_passes_the_audit(store: MemoryStore) ->
 
 
 @pytest.mark.parametrize(("damage", "corrupt"), [({(2, 0): "cut", (2, 1): "gone"}, 8), ({(0, 0): "flipped"}, 4)])
-def test_quarantined_batch_is_listed_but_no_violation(
+def test_quarantined_batch_is_listed_but_is_not_a_violation(
     store: MemoryStore, damage: dict[tuple[int, int], Damage], corrupt: int
 ) -> None:
     run_virtual(Pipeline(store, async_ratio=2.0, damage=damage).run())
@@ -83,7 +83,7 @@ def test_leftover_files_of_replaced_processes_are_no_violation(store: MemoryStor
 
 
 def test_deletion_of_old_versions_during_an_audit_is_valid(store: MemoryStore, watched: Watched) -> None:
-    """An object that was needed when the log was read is pruned before the audit reads it."""
+    """An object that was needed when the audit read the log is pruned before the audit reads the object."""
     actors = Actors.begin(store).train(3)
     gone = weights_of(store, 2)
 
@@ -103,7 +103,7 @@ def test_deletion_of_old_versions_during_an_audit_is_valid(store: MemoryStore, w
     assert {(v.kind, v.where) for v in audit(watched, deep=True).violations} == {("missing", weights_of(store, 6))}
 
 
-def test_batch_voided_during_an_audit_is_no_violation(store: MemoryStore, watched: Watched) -> None:
+def test_batch_voided_during_an_audit_is_not_a_violation(store: MemoryStore, watched: Watched) -> None:
     actors = Actors.begin(store).train(2)
     actors.ahead()
     path = file_of(store, 2)
@@ -122,7 +122,7 @@ def test_batch_voided_during_an_audit_is_no_violation(store: MemoryStore, watche
 
 
 def appended(store: MemoryStore, entry: Entry) -> None:
-    """Append one more entry, without applying the rules."""
+    """Append one more log entry without checking it by the log's rules."""
     entries = read(store)
     state = Log(store).state
     one = replace(entry, n=len(entries), prev=state.sha256, version=state.version, batch=state.next_batch)
@@ -131,7 +131,7 @@ def appended(store: MemoryStore, entry: Entry) -> None:
 
 @pytest.mark.parametrize("of", ["batch", "weights"])
 def test_invalid_log_entry_during_an_audit_hides_no_violation(store: MemoryStore, watched: Watched, of: str) -> None:
-    """The refused entry voids a trained batch, or prunes a needed object."""
+    """The refused entry voids a batch that was trained on, or prunes an object that is needed."""
     Actors.begin(store).train(2)
     last, batch = published(store, 2), committed(store, 1).n
     path = file_of(store, 1) if of == "batch" else weights_of(store, 2)
@@ -147,8 +147,10 @@ def test_invalid_log_entry_during_an_audit_hides_no_violation(store: MemoryStore
     assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
 
 
-def test_batch_void_counts_even_after_a_lost_log_entry(store: MemoryStore, watched: Watched) -> None:
-    """After a lost entry the folded state does not contain the voided batch, but the void counts."""
+def test_voided_batch_is_not_reported_after_a_lost_log_entry(store: MemoryStore, watched: Watched) -> None:
+    """After a lost log entry, the run's state in the audit does not contain the voided batch, but the batch still
+    counts as voided.
+    """
     actors = Actors.begin(store).train(2)
     actors.ahead()
     actors.learner.log.follow()
@@ -177,8 +179,8 @@ def test_audit_does_not_count_a_voided_batch(store: MemoryStore) -> None:
     assert report.staleness.total() == report.trajectories
 
 
-def test_object_restored_during_an_audit_is_no_violation(store: MemoryStore, watched: Watched) -> None:
-    """Bytes with the committed hash are restored, so the batch counts at the second check."""
+def test_object_restored_during_an_audit_is_not_a_violation(store: MemoryStore, watched: Watched) -> None:
+    """Bytes with the committed hash are restored, so the batch is accepted when it is checked again."""
     Actors.begin(store).train(2)
     path = file_of(store, 1)
     data, reads = store.get(path), 0
@@ -196,8 +198,8 @@ def test_object_restored_during_an_audit_is_no_violation(store: MemoryStore, wat
     assert (report.violations, report.trajectories) == ([], 2 * 2 * G)
 
 
-def test_log_entry_written_during_an_audit_is_no_gap(store: MemoryStore, watched: Watched) -> None:
-    """The entry was missing at its first read while the next one existed, so it is read again."""
+def test_log_entry_written_during_an_audit_is_not_a_gap(store: MemoryStore, watched: Watched) -> None:
+    """The log entry is missing at its first read although the next entry exists, so the audit reads the entry again."""
     Actors.begin(store).train(4)
     forget(store)
     missed: list[str] = []
@@ -213,7 +215,7 @@ def test_log_entry_written_during_an_audit_is_no_gap(store: MemoryStore, watched
 
 
 @pytest.mark.parametrize("what", ["weights", "entry"])
-def test_unreachable_object_is_no_violation(store: MemoryStore, watched: Watched, what: str) -> None:
+def test_unreachable_object_is_not_a_violation(store: MemoryStore, watched: Watched, what: str) -> None:
     Actors.begin(store).train(2)
     path = entry_path(5) if what == "entry" else weights_of(store, 2)
 
@@ -228,7 +230,9 @@ def test_unreachable_object_is_no_violation(store: MemoryStore, watched: Watched
 
 
 @pytest.mark.parametrize("what", ["weights", "entry", "batch"])
-def test_object_that_repeatedly_reads_wrong_counts_as_altered(store: MemoryStore, watched: Watched, what: str) -> None:
+def test_object_with_repeated_wrong_reads_is_reported_as_altered(
+    store: MemoryStore, watched: Watched, what: str
+) -> None:
     Actors.begin(store).train(2)
     path = {"entry": entry_path(5), "weights": weights_of(store, 2), "batch": file_of(store, 1)}[what]
 

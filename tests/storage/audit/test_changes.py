@@ -1,4 +1,6 @@
-"""A run whose config was changed: each entry is audited against its own config, and a forged change is found."""
+"""Tests audits of runs whose config was changed: each log entry is audited against the config that applied to it, and a
+forged change is found.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def resumed(store: MemoryStore, /, **given: Any) -> Actors:
 
 
 def found(store: MemoryStore) -> set[tuple[str, str]]:
-    """Return kind and path of each violation."""
+    """Return the kind and the path of each violation that an audit finds."""
     return {(one.kind, one.where) for one in audit(store, deep=True).violations}
 
 
@@ -58,7 +60,9 @@ def _bodies(store: MemoryStore) -> list[ConfigChanged]:
 
 
 def test_batch_is_audited_against_the_config_of_its_time() -> None:
-    """An earlier batch is two versions old, then alpha becomes 0; a second check uses the batch's own alpha."""
+    """A batch is two versions old, and alpha becomes 0 after the batch was committed. When the batch is checked again,
+    the audit still uses the earlier alpha.
+    """
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 2.0, versions=9)
     for _ in range(2):
@@ -112,7 +116,7 @@ def test_audit_finds_a_forged_config_change(forge: Any, kinds: set[str]) -> None
 
 
 def test_audit_finds_a_removed_config_change() -> None:
-    """Without the change the old claims would be valid, but the log has new claims of the roles."""
+    """Without the config change the old claims would be valid, but the log contains new claims of the roles."""
     store, _ = changed_run(2.0, 2, async_ratio=0, rollout={"redundant_responses": 2})
     entries = [entry for entry in read(store) if not isinstance(entry.body, ConfigChanged)]
     rewritten(store, entries)
@@ -150,7 +154,9 @@ def test_configs_are_read_from_a_damaged_log() -> None:
     )
 )
 def test_random_runs_with_config_changes_pass_the_audit(steps: list[tuple[str, int]]) -> None:
-    """Whatever is trained, changed and restarted, the audit is clean and each version has its own config."""
+    """After any sequence of training, config changes and restarts, the audit finds no violation, and each version has
+    the config under which it was trained.
+    """
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 2.0, versions=99)
     trained = {0: recorded_configs(Log(store))[-1].sha256}
@@ -176,7 +182,7 @@ def test_random_runs_with_config_changes_pass_the_audit(steps: list[tuple[str, i
 
 
 def train(actors: Actors, count: int) -> None:
-    """Train `count` versions, on the waiting batch or on one more batch."""
+    """Train `count` versions, each on a waiting batch if there is one, or else on a new batch."""
     for _ in range(count):
         actors.learner.log.follow()
         if actors.learner.log.state.version not in actors.learner.log.state.waiting:
@@ -188,7 +194,9 @@ def train(actors: Actors, count: int) -> None:
 
 
 def _changed(store: MemoryStore, actors: Actors, what: str, value: int) -> Actors:
-    """Return the run under another config, or unchanged if the log refuses the config."""
+    """Change the run's config, and return the restarted actors. If the log refuses the config, they run under the old
+    config.
+    """
     before = recorded_configs(Log(store))[-1].config
     values = {"versions": 50 + value, "store": {**before["store"], "keep_last": 1 + value}}
     key = what.partition(".")[0]

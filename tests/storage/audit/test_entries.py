@@ -1,4 +1,4 @@
-"""Tests that each fault of log entries is reported by kind and path, and later entries are still checked."""
+"""Tests that an audit reports each fault of a log entry by kind and path, and still checks later entries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from tests.support.log_runs import (
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("how", ["missing", "altered", "cut"])
 def test_audit_finds_a_damaged_log_entry(store: MemoryStore, how: str, segments: bool) -> None:
-    """With the segment of a damaged entry all later entries are checked; without it, as many as possible."""
+    """If a segment has a copy of the damaged entry, all later entries are checked. Otherwise, as many entries as
+    possible are checked.
+    """
     Actors.begin(store).train(VERSIONS)
     if not segments:
         forget(store)
@@ -66,7 +68,7 @@ def test_missing_log_entries_are_read_from_segment_copies(store: MemoryStore) ->
 
 
 def test_segment_copy_of_another_log_entry_repairs_nothing(store: MemoryStore) -> None:
-    """The segment's entry is intact and follows the previous entry, but the next entry names another hash."""
+    """The copy in the segment is intact and follows the previous entry, but the next entry names another hash."""
     Actors.begin(store).train(VERSIONS)
     lines = store.get("log_segments/0000000004.jsonl").split(b"\n")
     lines[2] = encode(replace(read(store)[6], at=0.0)).data
@@ -95,7 +97,9 @@ def test_consecutive_missing_log_entries_are_one_violation(run: MemoryStore) -> 
 
 @pytest.mark.parametrize("end", [9, 10])
 def test_long_gap_in_a_log_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
-    """A plain audit also lists the log, so it finds stray entries after a gap that readers take for the log's end."""
+    """An audit lists the log folder, even if it is not deep. So it finds stray entries after a gap that readers take
+    for the log's end.
+    """
     monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
     store = LocalStore(tmp_path)
     Actors.begin(store).train(VERSIONS)
@@ -224,7 +228,8 @@ def test_audit_finds_a_damaged_index_object(store: MemoryStore, how: str, kind: 
 
 
 def test_log_entries_after_a_missing_one_are_not_applied(store: MemoryStore) -> None:
-    """If the lost entry was a pruning, all later entries could be folded, but may be wrong."""
+    """If the lost entry was a pruning, the audit could apply all later entries, but the resulting state might be wrong.
+    """
     Actors.begin(store).train(9)
     forget(store)
     lost = of_kind(store, Pruned)[0]
@@ -260,7 +265,7 @@ def test_retention_is_checked_after_a_lost_log_entry(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_audit_names_each_damaged_object(run: MemoryStore, how: str) -> None:
-    """Each fault is found, except a missing newest entry that no witness has seen."""
+    """Each fault is found, except a missing newest entry that no snapshot or earlier audit has recorded."""
     newest = len(read(run)) - 1
     for path in list(run.list()):
         data = run.get(path)
@@ -287,7 +292,7 @@ def test_audit_names_each_damaged_object(run: MemoryStore, how: str) -> None:
     ids=str,
 )
 def test_malformed_rollout_section_in_the_log_is_one_violation(run: MemoryStore, rollout: object) -> None:
-    """All other checks assume no extra responses."""
+    """All other checks assume that no redundant responses are started."""
     changed_config(run, rollout=rollout)
     assert found(run) == {("lineage", entry_path(0))}
     [violation] = audit(run).violations
@@ -301,7 +306,7 @@ def test_malformed_prompt_file_record_is_one_violation(run: MemoryStore, pin: di
 
 
 def changed_config(run: MemoryStore, **other: object) -> None:
-    """Return the log with another config in entry 0, with recomputed hashes."""
+    """Return the run with another config in log entry 0, and with recomputed hashes."""
 
     def body(before: RunCreated) -> RunCreated:
         config = {**before.config, **other}

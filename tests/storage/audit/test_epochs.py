@@ -1,4 +1,4 @@
-"""Tests that an audit proves the epochs of a source that skips solved questions, and finds planted faults.
+"""Tests that an audit verifies the epochs of a prompt source that skips solved questions, and finds planted faults.
 
 The prompts, the log and the scheduler's epochs are real; responses and versions are artificial.
 """
@@ -44,7 +44,9 @@ def forger(finished: RunContext, tmp_path: Path) -> Forger:
 
 
 def violations(context: RunContext) -> list[str]:
-    """Return what a deep audit finds; limits are left out, because the versions are artificial."""
+    """Return the violations that a deep audit finds. Batches are not compared with the config's limits, because the
+    versions are artificial.
+    """
     fresh = RunContext(context.uri, context.cache)
     expected = expected_of(fresh)
     return [one.what for one in audit(fresh.store, deep=True, expected=Expected(prompts=expected.prompts)).violations]
@@ -66,7 +68,7 @@ def test_run_asks_each_question_once_per_epoch(finished: RunContext) -> None:
 
 
 def altered_epoch(change: Callable[[EpochStarted], EpochStarted]) -> Callable[[Forger], None]:
-    """Change the newest epoch, which no other epoch follows."""
+    """Change the log entry of the newest epoch, which no other epoch follows."""
 
     def alter(forger: Forger) -> None:
         newest = of_kind(forger.store, EpochStarted)[-1].n
@@ -83,7 +85,7 @@ def altered_epoch(change: Callable[[EpochStarted], EpochStarted]) -> Callable[[F
 
 
 def skip_other(body: EpochStarted) -> EpochStarted:
-    """Skip an unsolved question instead of a solved one."""
+    """Let the epoch skip an unsolved question instead of a solved one."""
     unsolved = next(one for one in range(1, 9, 2) if one not in body.skipped)
     return replace(body, skipped=tuple(sorted([*body.skipped[1:], unsolved])))
 

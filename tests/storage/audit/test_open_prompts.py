@@ -1,4 +1,4 @@
-"""Tests that an audit lists prompts whose dispatch is open for too long, without a violation."""
+"""Tests that an audit lists prompts that are in flight for too long, but does not report them as violations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.log_runs import Actors
 
 
 def hold_back(store: MemoryStore, alpha: float, batches: int) -> Actors:
-    """Create a run whose first dispatch is still open after `batches` batches."""
+    """Create a run whose first prompt is still in flight after `batches` batches."""
     actors = Actors.begin(store, alpha)
     actors.scheduler.log.follow()
     actors.scheduler.dispatch(0)
@@ -26,7 +26,7 @@ def test_audit_lists_a_prompt_that_was_never_finished(store: MemoryStore, alpha:
     actors = hold_back(store, alpha, explained + 1)
     assert audit(store, deep=True).overdue == []
     actors.train()
-    line = f"prompt 0 has had no fate since batch 1; the next batch is {explained + 2}"
+    line = f"prompt 0 has been in flight since batch 1; the next batch is {explained + 2}"
     for deep in (True, False):
         report = audit(store, deep=deep)
         assert (report.overdue, report.violations) == ([line], [])

@@ -1,4 +1,4 @@
-"""Tests of the audit's checks of optional columns: each planted fault is reported, and correct values are clean."""
+"""Tests of the audit's checks of optional columns: each planted fault is reported, and correct values are not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
         "altered",
         "trajectory 8.0.0 has 2 turns and 1 states of turns",
     ),
-    ({"left_out": False}, "altered", "trajectory 8.0.0 is marked as not left out; only the other mark is written"),
+    ({"left_out": False}, "altered", "trajectory 8.0.0 is marked as not left out; only left-out ones are marked"),
     ({"role": ""}, "lineage", "trajectory 8.0.0 has a role without a name"),
     ({"routed_experts": Int16s.of([1, 2])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 routed experts"),
     ({"routed_experts": Int16s.of([1, 2, -2])}, "lineage", "a routed expert is below -1"),
@@ -158,7 +158,9 @@ def test_audit_finds_different_numbers_of_experts(run: MemoryStore) -> None:
 
 
 def branched(run: MemoryStore, branch: Branch, sample: int = 9, **change: Any) -> str:
-    """Add a branch to the second group of batch 3, and correct the entry's counts."""
+    """Add a branch (a trajectory that branches off another one) to the second group of batch 3, and correct the counts
+    in the log entry.
+    """
 
     def grown(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         made = groups[1].trajectories
@@ -174,7 +176,9 @@ def branched(run: MemoryStore, branch: Branch, sample: int = 9, **change: Any) -
 
 @pytest.mark.parametrize("position", [0, 1, 4])
 def test_branch_of_a_response_is_not_counted_as_a_response(run: MemoryStore, position: int) -> None:
-    """A group with a branch has one more row than samples; the group before it and its own counts stay right."""
+    """A group with a branch has one more row than samples. The counts of this group and of the group before it must
+    stay right.
+    """
     branched(run, Branch(1, position))
     assert found(run) == set()
 
@@ -204,7 +208,9 @@ def test_branch_with_an_existing_sample_number_is_a_duplicate(run: MemoryStore) 
 
 
 def test_audit_counts_rows_by_scorer_version(run: MemoryStore) -> None:
-    """The counts cover the whole run, also if an audit continues from an earlier one; older rows have no version."""
+    """The counts cover the whole run, even if an audit continues from an earlier one. Rows of older releases have no
+    scorer version.
+    """
     for number, version in ((1, "0" * 12), (2, "f" * 12), (3, "f" * 12)):
         change = {"scorer_version": version}
         rebatched(

@@ -1,4 +1,6 @@
-"""Tests of the entries that a plain audit checks again: entry 0, the newest entries, stray entries."""
+"""Tests of the log entries that an audit checks again although an earlier audit has read them: entry 0, the newest
+entries and stray entries.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def whole(body: object, alpha: float) -> object:
 
 
 def test_audit_finds_an_altered_alpha_in_the_first_log_entry(audited: MemoryStore) -> None:
-    """The forged entry has valid hashes; the rest of the chain is unchanged."""
+    """The forged entry has valid hashes of its content, and the rest of the hash chain is unchanged."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     report = audit(audited)
     assert report.since == len(read(audited))
@@ -45,7 +47,9 @@ def test_audit_finds_an_altered_alpha_in_the_first_log_entry(audited: MemoryStor
 
 
 def test_audit_finds_an_altered_alpha_despite_an_old_audit(audited: MemoryStore) -> None:
-    """The state of the stored audit also has the altered alpha, but entry 1 still names the original entry 0."""
+    """The stored result of the earlier audit also has the altered alpha, but entry 1 still names the hash of the
+    original entry 0.
+    """
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     found, _ = checkpoints.find_newest(audited)
     first = first_anchor(audited).sha256
@@ -83,7 +87,7 @@ def test_audit_checks_all_entries_of_a_short_log_again(store: MemoryStore) -> No
 
 
 def test_audit_finds_a_log_entry_after_a_gap(tmp_path: Path) -> None:
-    """The stray entry lies far after the end of a log in a folder, where readers look only at the next numbers."""
+    """The number of the stray entry is far beyond the end of the log, where readers do not look."""
     store = LocalStore(tmp_path)
     Actors.begin(store).train(2)
     assert audit(store).clean
@@ -92,11 +96,11 @@ def test_audit_finds_a_log_entry_after_a_gap(tmp_path: Path) -> None:
     assert {v.where for v in audit(store).violations} >= {entry_path(end)}
 
 
-# --- anchors -------------------------------------------------------------------------------------------------------
+# --- anchors (hashes of log entries that are kept elsewhere) -------------------------------------------------------
 
 
 def test_external_hashes_match_the_log_after_new_entries(store: MemoryStore) -> None:
-    """The anchors of a run that was killed between two anchors stay valid, too."""
+    """The anchors also stay valid if the run is killed between two anchors."""
     actors = Actors.begin(store).train(1)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
     assert check_anchors(store, anchors) == []

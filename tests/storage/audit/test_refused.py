@@ -1,4 +1,6 @@
-"""Tests that each refused entry is reported by kind and path, and everything else is still checked."""
+"""Tests that an audit reports each log entry that the log's rules refuse, by kind and path, and still checks everything
+else.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def test_audit_finds_a_prompt_with_two_outcomes(
     ],
 )
 def test_audit_continues_after_a_batch_of_future_versions(run: MemoryStore, number: int, said: dict[str, int]) -> None:
-    """The commit's entry and its file (with other versions) are reported, but no later entry."""
+    """The log entry of the batch and the batch file (with other versions) are reported, but no later entry is."""
     n, whole = committed(run, number).n, audit(run)
     changed(run, n, lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(**said))))
     assert found(run) == {("stale", entry_path(n)), ("lineage", file_of(run, number))}
@@ -79,7 +81,7 @@ def test_audit_continues_after_a_batch_of_future_versions(run: MemoryStore, numb
 
 
 def test_batch_with_a_wrong_count_is_not_reported_as_stale(run: MemoryStore) -> None:
-    """The commit's groups started and ended under version 0, which was the newest version then."""
+    """The groups of the batch started and ended under version 0, which was the newest version at that time."""
     n = committed(run, 0).n
     changed(run, n, lambda body: replace(body, rows=body.rows + 1))
     assert audit(run).violations[0].kind == "lineage"
@@ -125,7 +127,9 @@ def test_audit_finds_an_attempt_that_was_trained_on_twice(store: MemoryStore) ->
 
 
 def test_audit_finds_a_batch_inserted_in_the_middle_of_the_log(run: MemoryStore) -> None:
-    """A commit is inserted twice, so its batch number exists already. Later entries are folded."""
+    """The log entry of a batch is inserted a second time, so its batch number exists already. Later entries are still
+    applied.
+    """
     again = committed(run, 2)
     inserted(run, again.n + 1, again)
     assert found(run) == {("duplicate", entry_path(again.n + 1))}
@@ -167,11 +171,12 @@ def test_audit_names_only_the_first_invalid_log_entries(run: MemoryStore, monkey
     refused = [violation.what for violation in audit(run).violations if "entries are refused" in violation.what]
     assert (count > 3, refused) == (True, [])  # all refused entries are named
     elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}
-    assert elsewhere == {("stale", file_of(run, 2))}  # the entry is stale, too, and pruned objects are not missing
+    # the entry is also stale, and pruned objects are not reported as missing
+    assert elsewhere == {("stale", file_of(run, 2))}
 
 
 def test_deleted_object_after_an_invalid_entry_is_not_missing(store: MemoryStore) -> None:
-    """Without version 1 all later versions are missing, so the pruning is also refused."""
+    """Without version 1 all later versions are refused, so the entry that prunes an object is also refused."""
     Actors.begin(store).train(9)
     n = published(store, 1).n
     rewritten(store, [one for one in read(store) if one.n != n])
@@ -181,7 +186,7 @@ def test_deleted_object_after_an_invalid_entry_is_not_missing(store: MemoryStore
 
 
 def test_audit_names_each_batch_with_too_old_responses(store: MemoryStore) -> None:
-    """Stale commits do not stop later entries."""
+    """After a batch that is too old, later log entries are still applied."""
     lagging(store)
     changed(store, 0, lambda body: other_alpha(body, 0.5))
     stale = {where for kind, where in found(store) if (kind, where[:4]) == ("stale", "log/")}
@@ -201,8 +206,9 @@ def test_audit_finds_an_inserted_version(run: MemoryStore) -> None:
     assert audit(run).trajectories == whole.trajectories  # the named batch still waits
 
 
-def test_version_published_twice_does_not_replace_the_first(run: MemoryStore) -> None:
-    """The weights of the valid version are missing; a second entry for the version names existing weights."""
+def test_second_entry_of_a_version_does_not_replace_the_first(run: MemoryStore) -> None:
+    """The weights of the valid version are missing. A second log entry for the same version names weights that exist.
+    """
     entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
     inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
     assert found(run) == {("lineage", entry_path(entry.n + 1))}
@@ -217,7 +223,9 @@ def stored(run: ObjectStore, path: str) -> StoredObject:
 
 
 def test_audit_finds_an_inserted_void_of_a_trained_batch(run: MemoryStore) -> None:
-    """The void excuses nothing, and the batch is still counted."""
+    """The inserted entry that voids the batch is refused, so faults of the batch are still reported, and the batch is
+    still counted.
+    """
     entry, path = committed(run, 2), file_of(run, 2)
     whole, at = audit(run), published(run, 3).n + 1
     body = BatchVoided(2, entry.n, "never")
@@ -231,7 +239,7 @@ def test_audit_finds_an_inserted_void_of_a_trained_batch(run: MemoryStore) -> No
 
 @pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
 def test_wrong_version_number_in_a_log_entry_is_one_violation(run: MemoryStore, head: dict[str, int]) -> None:
-    """A claimed version that does not exist does not change which objects are needed."""
+    """If an entry names a newest version that does not exist, the same objects are still needed."""
     entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
     run.delete(lost)
     run.put(damaged, b"damaged")
@@ -245,7 +253,7 @@ def test_wrong_version_number_in_a_log_entry_is_one_violation(run: MemoryStore, 
 
 
 def test_invalid_log_entry_does_not_set_the_newest_version(run: MemoryStore) -> None:
-    """The entry's file is compared with the newest version at its commit."""
+    """The batch file of the entry is compared with the version that was the newest when the batch was committed."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
     inserted(run, at, replace(entry, version=99))  # the refused entry, with a wrong version
@@ -262,7 +270,7 @@ def test_objects_of_an_invalid_version_entry_are_checked(run: MemoryStore) -> No
 
 
 def test_audit_finds_a_log_entry_of_a_replaced_process(run: MemoryStore) -> None:
-    """The entry is intact and chained, but its claim is superseded."""
+    """The entry is intact and part of the hash chain, but a newer process has claimed its writer's role."""
     Scheduler(run, Log(run).state.newest_claim("supervisor"))
     forget(run)
     last, at = committed(run, VERSIONS), len(read(run))
@@ -271,7 +279,7 @@ def test_audit_finds_a_log_entry_of_a_replaced_process(run: MemoryStore) -> None
 
 
 def test_audit_ignores_a_second_creation_of_the_run(run: MemoryStore) -> None:
-    """A second creation would allow an unrequested sample."""
+    """If the second creation of the run were applied, its config would allow a sample that was not requested."""
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=4), groups[1]])
     first = read(run)[0]
     assert isinstance(first.body, RunCreated)
@@ -281,7 +289,7 @@ def test_audit_ignores_a_second_creation_of_the_run(run: MemoryStore) -> None:
 
 
 def test_audit_finds_an_empty_batch(run: MemoryStore) -> None:
-    """Entry and file agree, but the fold refuses the batch."""
+    """The log entry and the batch file agree, but the log's rules refuse a batch without groups."""
     entry = committed(run, VERSIONS)
     path = file_of(run, VERSIONS)
     data = TrajectoryBatch.from_groups([]).to_bytes().to_pybytes()
@@ -290,8 +298,8 @@ def test_audit_finds_an_empty_batch(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(entry.n))}
 
 
-def test_entry_after_an_invalid_one_sets_no_newest_version(run: MemoryStore) -> None:
-    """If the claimed version 10**6 counted, no other version would be needed."""
+def test_version_claimed_after_an_invalid_entry_is_not_used(run: MemoryStore) -> None:
+    """If the audit believed the entry's newest version 10**6, the weights of no other version would be needed."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
     inserted(run, at, entry)

@@ -1,4 +1,6 @@
-"""Tests of an audit's counts, of the run's config, of the objects of versions, and of witnesses of the log."""
+"""Tests of an audit's counts, and of its checks of the run's config, of the objects of policy versions, and of the log
+against snapshots and older audits.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from tests.support.log_runs import (
     sha256_of,
 )
 
-# --- counts ----------------------------------------------------------------------------------------------------
+# --- counts of an audit ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
@@ -124,7 +126,9 @@ def test_audit_finds_an_altered_alpha_in_a_new_hash_chain(run: MemoryStore) -> N
 
 
 def test_audit_finds_an_altered_alpha_with_new_hashes(run: MemoryStore) -> None:
-    """Fold and rows show the fault: the trajectories are older than the stored bound allows."""
+    """The log's rules and the rows of the batches show the fault: the trajectories are older than the altered alpha
+    allows.
+    """
 
     def stricter(body: RunCreated) -> RunCreated:
         body = other_alpha(body, 0.0)
@@ -151,7 +155,7 @@ def test_audit_finds_missing_prompt_and_altered_policy_files(store: MemoryStore)
     assert audit(store).violations[0].what == "the object is missing, but entry 0 names it"
 
 
-# --- objects of versions ---------------------------------------------------------------------------------------
+# --- objects of policy versions --------------------------------------------------------------------------------
 
 
 def test_audit_finds_missing_newest_weights(run: MemoryStore) -> None:
@@ -200,7 +204,7 @@ def test_audit_finds_a_deleted_object_that_is_needed(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(len(entries))), ("missing", weights_of(run, VERSIONS))}
 
 
-# --- a log that differs from what witnesses saw ----------------------------------------------------------------
+# --- a log that contradicts snapshots and older audits ---------------------------------------------------------
 
 
 def test_audit_finds_a_log_truncated_after_an_earlier_audit(run: MemoryStore) -> None:
@@ -224,7 +228,7 @@ def test_error_names_the_snapshot_that_proves_truncation(store: MemoryStore) -> 
 
 @pytest.mark.parametrize("seen_by", ["audits", "log_snapshots"])
 def test_snapshot_or_old_audit_reveals_a_rewritten_log(run: MemoryStore, seen_by: str) -> None:
-    """All hashes match and the fold finds nothing; only witnesses show the fault."""
+    """All hashes match, and the log's rules accept every entry. Only snapshots and older audits show the fault."""
     if seen_by == "audits":
         assert audit(run).clean
     else:
@@ -245,7 +249,7 @@ def test_snapshot_or_old_audit_reveals_a_rewritten_log(run: MemoryStore, seen_by
 @pytest.mark.parametrize(
     "junk", [b"", b"[]", seal_tree({}), seal_tree({"fold": FOLD}), seal_tree({"fold": FOLD, "state": 3})]
 )
-def test_unreadable_log_snapshot_is_no_violation(run: MemoryStore, junk: bytes) -> None:
+def test_unreadable_log_snapshot_is_not_a_violation(run: MemoryStore, junk: bytes) -> None:
     run.put(snapshots.snapshot_path(7, "f" * 64), junk)
     run.put(snapshots.snapshot_path(9_000, "f" * 64), junk)
     run.put(checkpoints.audit_path(8), junk)
@@ -254,8 +258,10 @@ def test_unreadable_log_snapshot_is_no_violation(run: MemoryStore, junk: bytes) 
 
 
 @pytest.mark.parametrize("error", [Missing, Corrupt])
-def test_unreachable_log_snapshot_is_no_violation(store: MemoryStore, watched: Watched, error: type[Exception]) -> None:
-    """The witness was deleted after the listing, or its bytes are wrong."""
+def test_unreachable_log_snapshot_is_not_a_violation(
+    store: MemoryStore, watched: Watched, error: type[Exception]
+) -> None:
+    """The snapshot was deleted after snapshots were listed, or its bytes are wrong."""
     Actors.begin(store).train(1)
     assert audit(store).clean
     store.put(snapshots.snapshot_path(9_000, "f" * 64), b"")
@@ -269,8 +275,8 @@ def test_unreachable_log_snapshot_is_no_violation(store: MemoryStore, watched: W
     assert (report.violations, report.since) == ([], 0)
 
 
-def test_log_snapshot_with_a_wrong_name_is_no_violation(store: MemoryStore) -> None:
-    """The witness's name contains the number of a later entry, or another hash."""
+def test_log_snapshot_with_a_wrong_name_is_not_a_violation(store: MemoryStore) -> None:
+    """The name of the snapshot contains the number of a later entry, or another hash."""
     Actors.begin(store).train(2)
     [*_, path] = store.list("log_snapshots")
     state = snapshots.from_bytes(store.get(path))

@@ -1,8 +1,8 @@
-"""Tests that valid runs have no violations: control paths on a virtual clock, with the shipped scheduler and log.
+"""Tests that an audit finds no violation in valid runs, which the real scheduler and log produce on a virtual clock.
 
 Engines and verifier are timed, so a run takes a fraction of a second. None of these is a violation: the death of an
-engine, voids, restarts under a newer version, and the effects of alpha, filters, extra groups and responses, sources
-and environments.
+engine, voided batches, and restarts under a newer version. The effects of alpha, filters, redundant groups and
+responses, prompt sources and environments are not violations, either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from tests.support.pipeline import Pipeline
 
 
 class TwoTurns(Environment):
-    """An environment with a hint before the first generation, a reply to it, and tokens after the last one."""
+    """An environment that adds tokens before the first generation (a hint), between the generations (a reply), and
+    after the last one.
+    """
 
     async def play(self, episode: Episode) -> Score | None:
         """See `Environment`."""
