@@ -1,4 +1,4 @@
-"""Builds environments.
+"""Builds the environments in which the policy plays episodes, reads their counters, and closes them.
 
 The module `base` defines the contract of all environments.
 """
@@ -73,7 +73,9 @@ def build_environment(config: EnvironmentConfig, make_pool: MakePool = WorldPool
 
 
 def read_counts(environment: Environment) -> Mapping[str, Mapping[str, float]]:
-    """Return the counters of an environment with worker processes or tools, by kind; other kinds have no counters."""
+    """Return the counters of an environment by kind or, for several environments, by name. Environments without worker
+    processes and tools have no counters.
+    """
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
     from rollflow.tasks.environments.mixed import MixedEpisodes
     from rollflow.tasks.environments.tool_use.play import ToolEpisodes

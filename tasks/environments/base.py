@@ -7,10 +7,10 @@
 - The tokenizer, the renderer, the tools and the clock are in `Episode.ports`; `Episode.judge` and `Episode.score` call
   the scorer.
 - Tokens that the environment adds are part of the response, but the policy is not trained on them.
-- The run may stop an episode at any time. In an unwanted episode, `generate` and `judge` return None, other waits are
-  cancelled, and the environment must return.
-- After a crash, an episode is played again with the same seeds, so an environment keeps no state between episodes. An
-  environment may store a snapshot after a turn, from which the episode continues.
+- The run may stop an episode at any time; such an episode is unwanted. In an unwanted episode, `generate` and `judge`
+  return None, other waits are cancelled, and the environment must return.
+- After a crash, an episode is played again with the same seeds, so an environment must keep no state between episodes.
+  An environment may store a snapshot after a turn; the episode then continues from the snapshot.
 
 Environments run in the scheduler's event loop, thousands at a time, so an environment must await and never block.
 """
@@ -39,7 +39,7 @@ class SnapshotRejected(RollflowError):
 
 
 class Episode(Protocol):
-    """One response in progress, through which an environment generates tokens and scores them."""
+    """A response in progress. An environment generates and scores tokens with the methods of this object."""
 
     @property
     def prompt(self) -> Prompt:
@@ -47,7 +47,7 @@ class Episode(Protocol):
 
     @property
     def response(self) -> Sequence[int]:
-        """All tokens of the response in the current branch, by the policy and by the environment."""
+        """All tokens of the response in the current branch, written by the policy or by the environment."""
 
     @property
     def room(self) -> int:
@@ -62,20 +62,21 @@ class Episode(Protocol):
 
     @property
     def id(self) -> str:
-        """A text that identifies the episode in its run, even after a crash; "" in an evaluation.
+        """A text that identifies the episode in its run, and stays the same after a crash; "" in an evaluation.
 
         An outside service that gets the id and the turn number with each action can recognize a repeated action.
         """
 
     @property
     def turn_id(self) -> str:
-        """A text that identifies the newest turn in its run, even after a crash; "" in an evaluation, and before the
-        first turn. With this text, an environment can look up whether it has already acted on the turn."""
+        """A text that identifies the newest turn in its run, and stays the same after a crash; "" in an evaluation, and
+        before the first turn. With this text, an environment can look up whether it has already acted on the turn.
+        """
 
     @property
     def snapshot(self) -> bytes | None:
-        """The environment's newest snapshot, if the episode continues after a crash; None after the first
-        generation.
+        """The environment's newest snapshot, if the episode continues after a crash; otherwise, and after the first
+        generation, None.
 
         An episode with a snapshot already has all turns, tokens, rewards and branches from before the crash. The
         environment must restore its own state from the snapshot.
@@ -103,7 +104,7 @@ class Episode(Protocol):
 
     @property
     def attempt(self) -> int:
-        """The number of earlier starts of the prompt, whose episodes were discarded."""
+        """The number of times that the prompt was started before; the episodes of the earlier starts were discarded."""
 
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment after a turn, so that the episode continues from here after a crash.
@@ -132,7 +133,7 @@ class Episode(Protocol):
         """
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append at most `room` tokens to the response, on which the policy is not trained."""
+        """Append at most `room` tokens to the response. The policy is not trained on these tokens."""
 
     def start_branch(self, tokens: Sequence[int]) -> None:
         """Continue with a rewritten context: the prompt, followed by `tokens` instead of the response so far.
@@ -216,7 +217,7 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Runs all episodes of a run.
+    """The environment of a run, which plays all its episodes.
 
     `has_turns` is true if an episode may have several turns. `keeps_deadlines` is true if the environment itself
     enforces the limits on its computing time. `asks_at_once` is true if each episode begins with `generate()` without
@@ -243,8 +244,8 @@ class Environment(Protocol):
 
 
 class ResettingEnvironment(Environment):
-    """An environment that can be reset before its episodes start. A first state depends only on the prompt, so an
-    episode is the same with and without a reset ahead.
+    """An environment that can be reset ahead: before the start of its episodes. The first state of an episode depends
+    only on the prompt, so an episode is the same with and without a reset ahead.
     """
 
     @property
@@ -263,7 +264,7 @@ class ResettingEnvironment(Environment):
 @dataclass(frozen=True, slots=True)
 class ChosenEnvironment:
     """The environment that plays the episodes of a prompt, with the limits of these episodes. `removal` says why the
-    environment plays no more episodes; "" if it does.
+    environment plays no more episodes; "" if it still plays episodes.
     """
 
     environment: Environment
@@ -294,7 +295,7 @@ def find_player(
 
 
 def find_removal(environment: Environment, prompt: Prompt) -> str:
-    """Return why the environment of a prompt plays no more episodes; "" if it does."""
+    """Return why the environment of a prompt plays no more episodes; "" if it still plays episodes."""
     return environment.choose(prompt).removal if isinstance(environment, EnvironmentChoice) else ""
 
 

@@ -1,4 +1,4 @@
-"""Defines the base class of the configs of environments, and the config of a tool."""
+"""Defines the base class of the configs of environments, and the configs of their tools and endpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EnvironmentBase(Section):
 
     @property
     def shown_frames(self) -> int:
-        """The largest number of frames of an episode on the run's page."""
+        """The largest number of frames (rendered states) of an episode on the run's page."""
         return 0
 
     @property
@@ -74,7 +74,7 @@ class EndpointRole(Section):
         "", description="name of the environment variable with the key of the endpoint; empty: no key is sent"
     )
     temperature: float = Field(1.0, ge=0, le=2, description="sampling temperature of the model")
-    max_tokens: int = Field(512, gt=0, description="largest number of tokens of an answer of the model")
+    max_tokens: int = Field(512, gt=0, description="largest number of tokens in one answer of this model")
     extra_body: dict[str, Any] = Field(
         default_factory=dict, description="further fields of each request, for example of vLLM; no secrets"
     )

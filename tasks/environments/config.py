@@ -53,7 +53,7 @@ class FrozenLakeEnvironment(GameEnvironment):
     kind: Literal["frozen-lake"] = Field(
         "frozen-lake",
         description="the game FrozenLake without slipping: the policy walks to the goal, one letter (U, D, L or R) per "
-        "turn, and must not step into a hole; it plays prompts of the same kind",
+        "turn, and must not step into a hole; the environment plays prompts of the same kind",
     )
 
 
@@ -62,8 +62,8 @@ class SokobanEnvironment(GameEnvironment):
 
     kind: Literal["sokoban"] = Field(
         "sokoban",
-        description="the game Sokoban: the policy pushes each box onto a goal, one letter (U, D, L or R) per turn; it "
-        "plays prompts of the same kind",
+        description="the game Sokoban: the policy pushes each box onto a goal, one letter (U, D, L or R) per turn; "
+        "the environment plays prompts of the same kind",
     )
 
 
@@ -134,7 +134,7 @@ class MixedEnvironment(EnvironmentBase):
 
     @property
     def shown_frames(self) -> int:
-        """The largest number of frames of an episode on the run's page."""
+        """The largest number of frames (rendered states) of an episode on the run's page."""
         return max(member.shown_frames for member in self.kinds.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Stores the messages of a conversation after the prompt."""
+"""Stores the chat messages of an episode after its prompt, and finds the tokens with which the episode continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Extension:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The messages after the prompt up to the newest answer. `is_known` is false if the environment wrote the context
-    as tokens, so that the messages are unknown.
+    as tokens; then the messages are unknown.
     """
 
     earlier: tuple[Message, ...] = ()  # messages that the chat template has rewritten in the context
@@ -34,8 +34,8 @@ class Conversation:
     def extend(
         self, renderer: Renderer, prompt: Prompt, response: Int32s, messages: Sequence[Message]
     ) -> tuple[Conversation, Extension]:
-        """Return the conversation with the newest answer, and the tokens with which the episode continues when
-        `messages` follow.
+        """Return the conversation with the policy's newest answer added, and the tokens that continue the episode with
+        `messages`.
 
         Raises:
             ValueError: the policy has not answered yet.

@@ -1,11 +1,11 @@
 """Asks language models behind OpenAI-compatible endpoints for messages. Such a model plays a role that the policy does
 not play, for example a user.
 
-The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. If no try gives an
-valid answer, the episode is unjudged. If the endpoint rejects a conversation, for example as too long, the policy may
-be the cause, so the episode fails. If the endpoint rejects the key or the model before its first answer, the run ends;
-later the same HTTP statuses may come from a filter or a restart, so the episode is unjudged. The endpoint's API key
-appears in no error message.
+The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. If no try gives a
+valid answer, the episode is unjudged (gets no score). If the endpoint rejects a conversation, for example as too long,
+the policy may be the cause, so the episode fails. If the endpoint rejects the key or the model before its first answer,
+the run ends; later the same HTTP statuses may come from a filter or a restart, so the episode is unjudged. No error
+message contains the endpoint's API key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EndpointRoles:
     def __init__(self, roles: Mapping[str, EndpointRole] | None = None) -> None:
         self._roles = roles or {}
         self._answered = set[str]()  # names of the endpoints that have answered a call
-        # a client and the places of its calls belong to one event loop
+        # a client, and the semaphore that limits its calls, belong to one event loop
         self._open: WeakKeyDictionary[Any, dict[str, tuple[Any, asyncio.Semaphore]]] = WeakKeyDictionary()
 
     async def ask(self, name: str, messages: Sequence[Mapping[str, str]], seed: int = 0) -> str:
@@ -59,7 +59,9 @@ class EndpointRoles:
             return await self._call(name, role, client, messages, seed)
 
     async def _find_client(self, name: str, role: EndpointRole) -> tuple[Any, asyncio.Semaphore]:
-        """Return the client of the running event loop, and the places of its calls; create them if there are none."""
+        """Return the client of the running event loop and the semaphore that limits its calls; create both if there are
+        none.
+        """
         clients = self._open.setdefault(asyncio.get_running_loop(), {})
         if name not in clients:
             try:
@@ -96,7 +98,7 @@ class EndpointRoles:
                     extra_body=role.extra_body,
                 )
             said = str(answer.choices[0].message.content or "")
-            said.encode()  # no tokenizer accepts half a surrogate pair
+            said.encode()  # raises an error for half a surrogate pair, which no tokenizer accepts
         except openai.APIStatusError as error:
             ends_run = name not in self._answered
             raise _explain(name, role, error.status_code, error.response.text, ends_run=ends_run) from None

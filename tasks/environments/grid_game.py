@@ -1,5 +1,5 @@
 """Plays a game on a grid: in each turn, the policy writes one letter, and the environment replies with the new
-positions.
+positions of the player and the boxes.
 
     board in the prompt --> ( one letter of the policy --> what has moved )* --> reward 1 at the goal, else 0
 

@@ -20,7 +20,7 @@ KEY = "environment"
 class ImportedEnvironment(Environment):
     """Wraps the user-defined environment class that `environment.path` names.
 
-    An error of the class fails only the current episode.
+    An error in the class fails only the current episode.
     """
 
     def __init__(self, config: ImportEnvironment) -> None:

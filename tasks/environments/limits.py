@@ -1,4 +1,4 @@
-"""Defines limits and stop strings of an episode, and the clock that measures how long an environment computes."""
+"""Defines the limits of an episode, checks its stop strings, and measures how long its environment computes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class EpisodeLimits:
     max_turns: int | None = None
     max_turn_tokens: int | None = None
     max_episode_tokens: int | None = None
-    setup_seconds: float | None = None  # None: `turn_seconds`
+    setup_seconds: float | None = None  # None: `turn_seconds` is used
     turn_seconds: float | None = None
     episode_seconds: float | None = None
     unparsable_penalty: float = 0.0
 
     def find_reached(self, turns: int, tokens: int) -> str:
-        """Return why an episode with this number of turns and sampled tokens has no further turn; "" if it may have
-        one."""
+        """Return why an episode with this number of turns and sampled tokens may have no further turn; "" if it may
+        have one.
+        """
         if self.max_turns is not None and turns >= self.max_turns:
             return f"the episode reached environment.max_turns = {self.max_turns}"
         if self.max_episode_tokens is not None and tokens >= self.max_episode_tokens:
@@ -59,8 +60,8 @@ class EpisodeLimits:
         return any(limit is not None for limit in (self.setup_seconds, self.turn_seconds, self.episode_seconds))
 
     def bound_seconds(self, used: ComputedTime) -> tuple[float, str]:
-        """Return the seconds for which an environment may still compute, and the error message after that. Without a
-        limit, the seconds are infinite.
+        """Return the seconds for which an environment may still compute, and the error message if it computes for
+        longer. Without a limit, the seconds are infinite.
         """
         turn = "setup_seconds" if used.is_setup and self.setup_seconds is not None else "turn_seconds"
         bounds = [
@@ -86,8 +87,8 @@ class StepClock:
     """A clock that measures nothing, for an environment without time limits."""
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Start counting time, because the environment computes from now on. With `turn_ended`, the time counts for the
-        next turn."""
+        """Start counting time, because the environment computes from now on. If `turn_ended` is true, the time
+        belongs to the next turn."""
 
     def pause(self) -> None:
         """Stop counting time, because the environment waits for the policy or the scorer, or has ended."""
@@ -99,19 +100,21 @@ NO_CLOCK = StepClock()
 class TurnClock(StepClock):
     """Measures the time for which an environment computes, without its waits for generations and scores.
 
-    An environment may wait several times at once; time counts again when all waits have ended.
+    An environment may have several waits at once; time is counted again when all of them have ended.
     """
 
     def __init__(self, limits: EpisodeLimits, expire: Callable[[str], None]) -> None:
-        """Start the clock; `expire` is called with the reason when the environment has computed for too long."""
+        """Create the clock, which does not count time yet. `expire` is called with the reason when the environment has
+        computed for too long.
+        """
         self._limits, self._expire = limits, expire
         self._used, self._since = ComputedTime(), 0.0
         self._handle: asyncio.TimerHandle | None = None
         self._waits = 1  # number of waits that have not ended; the first call of `go_on` ends the first wait
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Start counting time, because the environment computes from now on. With `turn_ended`, the time counts for the
-        next turn."""
+        """Start counting time, because the environment computes from now on. If `turn_ended` is true, the time
+        belongs to the next turn."""
         if turn_ended:
             self._used.begin_turn()
         self._waits -= 1

@@ -1,4 +1,4 @@
-"""Plays the prompts of a run in several environments, each of which a prompt's row names in a column.
+"""Plays the prompts of a run in several environments. A column of a prompt's row names the environment of the prompt.
 
 An environment that fails too often (`max_failures`) is removed: it plays no more episodes, and the scheduler replaces
 its prompts by other prompts. The removed environment is tried again when the run is resumed. The run fails once all
@@ -93,7 +93,7 @@ class MixedEpisodes(EnvironmentChoice, ResettingEnvironment):
         return sum(one.resets_ahead for _, one in self._list_resetting())
 
     def reset_ahead(self, prompts: Sequence[Prompt], issued: Sequence[Prompt] = ()) -> None:
-        """Let each environment that is not removed reset for its own episodes among the next ones."""
+        """Let each environment that is not removed reset ahead for those of the next episodes that it plays."""
         names = [prompt.reference.get(self.column, self.default) for prompt in prompts]
         for name, one in self._list_resetting():
             kept = () if name in self.removals else zip(names, prompts, strict=True)
@@ -108,7 +108,7 @@ class MixedEpisodes(EnvironmentChoice, ResettingEnvironment):
 
 
 def explain_name(column: str, name: object, known: Iterable[str]) -> str:
-    """Return what the user can do about a row whose column names no environment."""
+    """Return the error message for a row whose column names no environment, with what the user can do."""
     names = ", ".join(known)
     cure = f"add [environment.kinds.{name}], or name one of: {names}" if name else f"name one of: {names}"
     return f"environment.column = {column!r}: a prompt's row has {name!r} there, which is no environment; {cure}"

@@ -2,8 +2,9 @@
 
     reset --> ( generate --> step --> add )* --> generate --> step --> judge
 
-- The number of turns and their token limits depend only on the seed and the prompt of the episode, so a discarded long
-  episode is long again. The seconds of a step, failures and hangs also depend on the attempt, as on a real machine.
+- The number of turns and their token limits depend only on the seed and the prompt of the episode, so a long episode
+  that is discarded and played again is long again. The seconds of a step, failures and hangs also depend on the
+  attempt, as on a real machine.
 - An environment that fails or hangs ends its episode as unjudged, because the policy did not cause the failure.
 - Time is read only from the event loop, so the environment also runs on a virtual clock.
 """
@@ -44,7 +45,7 @@ class TimedEnvironment(Environment):
     """A simulated environment whose steps only wait."""
 
     def __init__(self, config: TimedEnvironmentConfig, tokens_per_tick: int = 1) -> None:
-        """Create the environment, of which at most `config.places` episodes run at the same time.
+        """Create the environment. At most `config.places` of its episodes run at the same time.
 
         Args:
             tokens_per_tick: number of real tokens that one token of the simulated engines stands for.

@@ -41,8 +41,9 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-    """Read the tool calls in the text of a response. Calls within a thought do not count, even if the thought has no
-    end tag."""
+    """Read the tool calls in the text of a response. Calls within a thought are ignored, even if the thought has no end
+    tag.
+    """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     content = CALL.sub("", text).strip()
     try:

@@ -1,6 +1,7 @@
 """Runs tools, which are asynchronous functions that an environment calls when the policy requests them.
 
-If a call has a wrong name or wrong arguments, fails or is too slow, the policy reads the reason as the result.
+If a call names no tool, has wrong arguments, fails or is too slow, the policy reads an error message in place of a
+result.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class LivedBranch:
         return ModelInput(Int32s(b"".join([prompt.flat.data, *self._parts[::3]])), prompt.placed)
 
     def ends_with(self, tokens: Int32s) -> bool:
-        """Return whether `tokens` are the newest part of the branch, which needs no check."""
+        """Return whether `tokens` are the same object as the newest part of the branch; such tokens need no check."""
         return bool(self._parts) and tokens.data is self._parts[-3]
 
     def add_given(self, tokens: Int32s) -> None:
@@ -98,7 +98,7 @@ class LivedBranch:
         self.length += len(tokens) // Int32s.size
 
     def find_starts(self, prompt: int) -> tuple[int, ...]:
-        """Return the position of each turn in a trajectory whose prompt has `prompt` tokens."""
+        """Return the index of each turn's first token in a trajectory whose prompt has `prompt` tokens."""
         return tuple(turn.start + prompt for turn in self.turns)
 
     def find_states(self) -> Sequence[int] | None:

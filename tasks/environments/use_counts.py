@@ -1,4 +1,4 @@
-"""Builds the environments of a process, and adds up what has happened in them."""
+"""Builds the environments of a process, and adds up their counters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rollflow.tasks.environments.spread.pool import SpreadPool
 
 
 class UsedEnvironments:
-    """The environments that a process has built, one after another or side by side. No counter is lost with an
-    environment that a newer one has replaced."""
+    """The environments that a process has built, one after another or side by side. The counters of an environment are
+    kept after a newer environment has replaced it.
+    """
 
     def __init__(self, process: str, fleet: HostFleet | None = None) -> None:
         """Create the object without environments. Worker processes run in the hosts of `fleet`, or else in child
@@ -43,7 +44,9 @@ class UsedEnvironments:
             await self._fleet.close()
 
     def read(self) -> list[EnvironmentUse]:
-        """Return the sums of the counters by kind of environment; kinds without worker processes have no counters."""
+        """Return the sums of the counters by kind of environment. Kinds without worker processes and tools have no
+        counters.
+        """
         totals = dict[str, dict[str, float]]()
         for environment in self._built:
             for kind, counts in read_counts(environment).items():

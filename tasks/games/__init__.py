@@ -1,4 +1,4 @@
-"""Rules of games on a square grid, FrozenLake and Sokoban, and the references by which a prompt names its board."""
+"""Defines two games on a square grid, FrozenLake and Sokoban, and the prompt references that describe their boards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOARDS: dict[str, type[Board]] = {"frozen-lake": FrozenLake, "sokoban": Sokoban}
 
 
 def describe_board(kind: str, board: Board, solution: str) -> Mapping[str, Any]:
-    """Return the reference of a prompt, from which `read_board` reads the board."""
+    """Return a prompt reference that describes a board, so that `read_board` can read the board."""
     return {"answer": solution, "game": kind, "size": board.size, "board": board.write()}
 
 

@@ -1,7 +1,7 @@
-"""Boards of games on a square grid: cells, moves, the text of a board, and shortest solutions.
+"""Defines boards of games on a square grid: their cells, moves, texts and shortest solutions.
 
-A cell is a number, row by row from the upper left, and is written as one letter or digit. The text of a board needs few
-tokens, and each cell has the same token in every board:
+The cells are numbered row by row from the upper left, and each cell is written as one letter or digit. The text of a
+board needs few tokens, and each cell has the same token in every board:
 
     k/bf:a        goals / holes or walls : what moves, with the player last
 
@@ -59,7 +59,7 @@ class Board(ABC):
         """Return how the game has ended in this state, or None if the game continues."""
 
     def bound_moves(self, state: State) -> int:
-        """Return a lower bound of the number of moves to the goal, by which a search skips hopeless states."""
+        """Return a lower bound of the number of moves to the goal. A search skips states whose bound is too large."""
         return 0
 
     def write(self) -> str:

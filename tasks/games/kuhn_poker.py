@@ -1,4 +1,4 @@
-"""Kuhn poker: its rules, and how far a policy is from an equilibrium, computed exactly.
+"""Defines the rules of Kuhn poker, and computes exactly how far a policy is from an equilibrium.
 
 Two players put one chip each into the pot, and each gets one of three different cards. The players act in turn, with a
 pass or a bet of one chip. A hand ends with one of these histories (p: pass, b: bet):
@@ -7,8 +7,8 @@ pass or a bet of one chip. A hand ends with one of these histories (p: pass, b: 
     bp, pbp    the bet was not called: the player who bet wins 1 chip
     bb, pbb    the bet was called: the higher card wins 2 chips
 
-A state is what the acting player knows: the own card and the history, for example `Qpb`. A strategy is the probability
-of a bet in each state.
+A state is what the acting player knows: the player's own card and the history, for example `Qpb`. A strategy is the
+probability of a bet in each state.
 
 In each equilibrium (Kuhn 1950), the first player loses 1/18 chip per hand. The exploitability of a strategy is what a
 player who knows the strategy wins against it per hand, averaged over both seats.
@@ -51,7 +51,7 @@ def find_best_response(strategy: Strategy, seat: int) -> float:
     """Return the largest mean number of chips that the player at `seat` can win if the other player uses the
     strategy.
 
-    All plans are tried, separately for each card.
+    All plans are tried, separately for each card. A plan says in which states the player bets.
     """
     sign, won = 1 - 2 * seat, 0.0
     for card in CARDS:

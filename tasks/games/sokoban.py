@@ -36,10 +36,11 @@ class Sokoban(Board):
         return GameEnd.GOAL if self.goals == frozenset(state[:-1]) else None
 
     def bound_moves(self, state: State) -> int:
-        """See `Board`. The player walks to a box, and then each box is pushed to a goal of its own.
+        """Return a lower bound, as `Board` specifies: the player walks to a box, and each box is pushed to a goal of
+        its own.
 
-        A room with one box has few states, so its search needs no bound. Without a bound, such rooms are drawn as in
-        recorded runs.
+        A room with one box has few states, so its search needs no bound. Without a bound, such rooms are the same as in
+        earlier recorded runs.
         """
         *boxes, player = state
         if len(boxes) == 1:

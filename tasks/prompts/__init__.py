@@ -1,5 +1,4 @@
-"""Question sources, which produce the questions of a run's prompts. The module `base` defines the interface of question
-sources.
+"""Builds question sources, which produce the questions of a run's prompts. The module `base` defines their interface.
 """
 
 from __future__ import annotations

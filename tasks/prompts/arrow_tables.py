@@ -1,4 +1,4 @@
-"""Reads tables of Arrow: a Parquet file, a folder of the library `datasets`, or a data set of the Hugging Face hub.
+"""Reads a table in Arrow's format from a Parquet file, a folder of the library `datasets`, or the Hugging Face hub.
 
 Pyarrow reads files and folders; data sets of the hub need the library `datasets`.
 """
@@ -55,7 +55,8 @@ def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[st
     for batch in table.to_batches():
         try:
             rows = batch.to_pylist()
-        except (pa.ArrowException, ValueError, OverflowError, LookupError, TypeError) as error:  # or no time zone
+        except (pa.ArrowException, ValueError, OverflowError, LookupError, TypeError) as error:
+            # a `LookupError` means an unknown time zone
             what = f"from row {number + 1} on, values cannot be read ({_first_line(error)})"
             raise config.refusal(f"{what}; write the file again") from None
         for row in rows:

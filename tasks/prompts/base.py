@@ -1,4 +1,4 @@
-"""The interfaces of question sources, and of the function that converts a question to tokens."""
+"""Defines the interfaces of question sources, and of the function that converts a question to tokens."""
 
 from __future__ import annotations
 

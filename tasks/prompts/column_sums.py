@@ -1,4 +1,4 @@
-"""A question source of sums of several numbers, whose demonstrations add the numbers column by column.
+"""Generates questions that ask for a sum of several numbers. Demonstrations add the numbers column by column.
 
     Add 347 + 58 + 906.
     ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>
@@ -18,7 +18,7 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
-TRIES = 64  # number of questions that are drawn for a position; if all of them are held out, the run fails
+TRIES = 64  # largest number of questions to draw for a position; if all of them are held out, the run fails
 
 
 class ColumnSumsSource:

@@ -1,4 +1,4 @@
-"""The `[[prompts]]` sections of a run's TOML file, with one class for each kind of question source."""
+"""Defines the `[[prompts]]` sections of a run's TOML file, with one class for each kind of question source."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class FileBase(PromptBase):
         return (self, *held_out, *self.set_files.values())
 
     def label(self, name: str) -> str:
-        """Return the words for the column of `question` or `answer` in error messages."""
+        """Return the words with which error messages name the column of `question` or `answer`."""
         return name
 
     def refusal(self, what: str) -> ConfigError:
@@ -134,7 +134,7 @@ class JsonlPrompts(FileBase):
 
 
 Format = Literal["jsonl", "csv", "tsv", "parquet", "saved", "hub"]
-# the format `hub` has no file, and `saved` is a folder
+# suffix of a prompt file -> its format; the formats `hub` and `saved` have no suffix
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 
 
@@ -226,7 +226,7 @@ class FilePrompts(FileBase):
         return "line" if self.chosen_format in ("jsonl", "csv", "tsv") else "row"
 
     def label(self, name: str) -> str:
-        """Return the words for the column of `question` or `answer` in error messages."""
+        """Return the words with which error messages name the column of `question` or `answer`."""
         return f"column {self.columns[name]!r}" if name in self.columns else name
 
     def split_refusal(self, what: str) -> ConfigError:

@@ -1,5 +1,5 @@
-"""Three example question sources that a recipe names by import path: short programs, lists of words, and products that
-need a tool.
+"""Defines three example question sources, which recipes name by import path: short programs, lists of words, and
+products that need a tool.
 
     source        a question                                         a right response
     LinePrograms  plus 12, times 3.                                  x=int(input());x+=12;x*=3;print(x)
@@ -65,7 +65,7 @@ class _DrawnSource(QuestionSource):
 
 
 class LinePrograms(_DrawnSource):
-    """Questions that ask for a one-line program that changes a number step by step, with the steps as the key."""
+    """Questions that ask for a one-line program that changes a number step by step. The steps are the key."""
 
     def __init__(self, *, seed: int, held_out: int, most: int = 3) -> None:
         """Ask for 2 to `most` steps."""
@@ -130,7 +130,7 @@ class WordLists(_DrawnSource):
 
 
 class LongProducts(_DrawnSource):
-    """Questions that ask for the product of two numbers; both numbers in order are the key.
+    """Questions that ask for the product of two numbers. The key is the two numbers in ascending order.
 
     All products have the same number of digits, because a policy of only two layers copies a tool's result by
     position.

@@ -1,4 +1,4 @@
-"""Epochs of prompt sources that ask solved questions less often (`prompts.solved_every`).
+"""Plans the epochs of prompt sources that ask solved questions less often (`prompts.solved_every`).
 
     epoch 0    asks every question
     epoch k    asks every unsolved question, and each solved question in one of `solved_every` epochs
@@ -87,7 +87,7 @@ class Epochs:
         self._log, self._count = log, len(configs)
         self._rules = {which: SkipRule.of(one) for which, one in enumerate(configs) if skips_solved(one)}
         self._sources: dict[int, EpochSource] = {which: sources[which] for which in self._rules}  # type: ignore[misc]
-        self._heads: dict[int, _Head] = {}  # entry -> what is kept of it
+        self._heads: dict[int, _Head] = {}  # log entry -> its fields that stay in memory
         self._asked = lru_cache(CACHED)(self._read_asked)
         # The epochs are cached, so that issuing prompts does not wait for storage.
         for prompt in log.state.open if self._rules else ():

@@ -1,4 +1,4 @@
-"""The held-out questions of a run, which evaluations use and training never does.
+"""Stores the held-out questions of a run, which are asked in evaluations and never in training.
 
 A question that one source holds out is neither trained on nor demonstrated by any source. Two questions are the same
 question if their keys or their normalised texts are equal.

@@ -15,8 +15,8 @@ from rollflow.tasks.prompts.messages import find_messages_fault
 from rollflow.tasks.runtime.imports import build_part, imported_object
 
 KEY = "prompts"
-TRIES = 64  # number of positions that are tried; if the questions at all of them are held out, the run fails
-STEP = 1_000_003  # distance between two positions that are tried in turn
+TRIES = 64  # largest number of positions to try until a question is not held out; if all are held out, the run fails
+STEP = 1_000_003  # distance between two positions that are tried one after the other
 
 
 class ImportedSource:
@@ -50,7 +50,7 @@ class ImportedSource:
         return found
 
     def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
-        """Return the question at `position`, or at a later position if it is held out."""
+        """Return the question at `position`; if it is held out, return the question at a later position."""
         for place in range(position, position + TRIES * STEP, STEP):
             call, question = f"{stream}({place})", build_part(KEY, self._config, partial(ask, place))
             self._check(call, question)

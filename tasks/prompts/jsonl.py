@@ -61,7 +61,9 @@ class JsonlSource:
 
     @cached_property
     def _lines(self) -> list[Question]:
-        """The lines of the training questions, without questions that any source of the run holds out."""
+        """The training questions: those that no source of the run holds out, after the choice by `difficulty` and
+        `near_duplicates`.
+        """
         lines = [question for question in self._others if question not in self._excluded]
         self._left_out["their question is held out"] = len(self._others) - len(lines)
         if (limits := self._config.difficulty) is not None:
@@ -159,8 +161,8 @@ def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
 
 
 def judged_part(config: FileBase, answer: str) -> str:
-    """Return the part of a reference answer that is compared with responses; raise `ValueError` if it lacks
-    `answer_after`.
+    """Return the part of a reference answer that is compared with responses; raise `ValueError` if the answer lacks the
+    text `answer_after`.
     """
     mark = config.answer_after
     if mark and mark not in answer:
@@ -171,10 +173,10 @@ def judged_part(config: FileBase, answer: str) -> str:
 
 
 def read_difficulty(config: FileBase, row: Mapping[str, Any]) -> float:
-    """Return the difficulty of a row, from the column that `prompts.difficulty` names; raise `ValueError` if it is not
-    a number.
+    """Return the difficulty of a row, from the column that `prompts.difficulty` names; raise `ValueError` if the column
+    has no number.
 
-    Text from a CSV file is parsed.
+    The number may be written as text, as in a CSV file.
     """
     assert config.difficulty is not None
     name = config.difficulty.column

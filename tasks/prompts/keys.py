@@ -1,4 +1,4 @@
-"""Canonical keys of questions; questions with the same key count as the same question.
+"""Computes the keys of questions; questions with the same key count as the same question.
 
 For example, the key of a sum ignores the order of its numbers, and the normalised text ignores upper and lower case.
 """

@@ -38,7 +38,7 @@ class NearIndex:
         self._sizes = Counter(which for having in self._index.values() for which in having)
 
     def find(self, question: Question) -> list[int]:
-        """Return the numbers of the held-out questions with which a training question overlaps by `NEAR` or more."""
+        """Return the indices of the held-out questions with which a training question overlaps by `NEAR` or more."""
         grams = _list_grams(question)
         shared = Counter(which for gram in grams for which in self._index.get(gram, ()))
         near = (which for which, count in shared.items() if count >= NEAR * self._sizes[which])

@@ -1,7 +1,7 @@
-"""A question source that generates questions with one task family of the library reasoning-gym.
+"""Generates questions with one family (data set) of the library reasoning-gym.
 
-The training, demonstration and evaluation streams have seeds that are far apart, so they never overlap. Each position
-of a stream has `STRIDE` items of reasoning-gym, and the first one that is not held out is used.
+The training, demonstration and evaluation streams have seeds that are far apart, so they never overlap. A position of a
+stream stands for `STRIDE` items of reasoning-gym, of which the first one that is not held out is used.
 
 The key of an item consists of its answer and the sorted words of its expression, or of its question if it has no
 expression.
@@ -20,7 +20,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.keys import unordered_key
 
 STREAM = 10_000_000_000  # largest number of items in a stream
-STRIDE = 64  # number of items that are tried for a position; if all of them are held out, the run fails
+STRIDE = 64  # largest number of items to try for a position; if all of them are held out, the run fails
 SIZE = 2**31 - 1
 
 
@@ -60,7 +60,9 @@ class ReasoningGymSource:
             raise ConfigError(f"prompts.options = {config.options!r}: {error}; {cure}") from None
 
     def _choose(self, count: int) -> list[Question]:
-        """Return the first `count` distinct questions of the evaluation stream, or fewer if the family has no more."""
+        """Return the first `count` distinct questions of the evaluation stream, or fewer if its first 20 * `count`
+        items have fewer distinct questions.
+        """
         chosen: list[Question] = []
         held = HeldOut(self._excluded.split)
         for item in range(count * 20):
@@ -91,7 +93,7 @@ def _build_key(entry: dict[str, Any]) -> str:
     """Return the key of a reasoning-gym item, which ignores the order of words and the sentence around the
     expression.
 
-    An `expression` outside of the question is ignored, because some families store the solution there.
+    An `expression` that is not part of the question is ignored, because some families store the solution there.
     """
     asked, expression = entry["question"], entry["metadata"].get("expression")
     stands_there = isinstance(expression, str) and expression.strip() and expression in asked

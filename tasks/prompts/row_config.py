@@ -1,4 +1,4 @@
-"""Config classes that choose rows of a prompt file: the rows to train on, and the rows of named evaluation sets."""
+"""Defines config classes that choose rows of a prompt file: the rows to train on, and the rows of evaluation sets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class DifficultyRange(Section):
-    """The range of difficulty: only rows of a prompt file whose number in a column is within the range are
-    trained on.
+    """The range of difficulty. A row of a prompt file is trained on only if its number in a column is within the range.
     """
 
     column: str = Field(

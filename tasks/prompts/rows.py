@@ -77,7 +77,7 @@ def _kind(fault: str) -> str:
 
 
 def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
-    """Parse a row of a prompt file; return a sentence that says why if the row is invalid."""
+    """Parse a row of a prompt file. If the row is invalid, return a sentence that says why."""
     if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
     twice = list[str]()

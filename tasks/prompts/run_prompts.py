@@ -1,5 +1,5 @@
-"""The prompts of a run, from all of its question sources. The prompt at an index depends only on the run's config and
-seed, and can be requested at any time.
+"""Builds the prompts of a run from the questions of all its sources. The prompt at an index depends only on the run's
+config and seed, and can be requested at any time.
 
 A training prompt that is too long for the policy's context is replaced by a later prompt of its source. A held-out
 prompt that is too long is left out.
@@ -56,11 +56,12 @@ class RunPrompts:
         """Open the prompts of a run. Without `encode`, prompts have texts but no tokens.
 
         Args:
-            longest: The largest number of tokens of a prompt. read: A function that returns the content of a question
-            source's prompt file. split: The attribute by which questions are compared with held-out questions.
+            longest: the largest number of tokens of a prompt.
+            read: a function that returns the content of a question source's prompt file.
+            split: the attribute by which questions are compared with held-out questions.
 
         Attributes:
-            epochs: The epochs in the run's log; None before the run is created.
+            epochs: the epochs in the run's log; None before the run is created.
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
@@ -126,7 +127,7 @@ class RunPrompts:
         return self._first_fit(which, name, position, self.sources[which].demonstration, position)
 
     def held_out(self) -> list[Prompt]:
-        """Return the held-out prompts, which all evaluations of the run use."""
+        """Return the held-out prompts, which are the same in all evaluations of the run."""
         prompts = list[Prompt]()
         for which, question in self._list_held():
             prompt = self._build_prompt(which, f"held-{len(prompts):06d}", len(prompts), question)
@@ -181,7 +182,9 @@ class RunPrompts:
         )
 
     def sha256(self, which: int) -> str:
-        """Hash the held-out questions and the first `SAMPLED` training questions of a source, with their answers."""
+        """Return a hash of the held-out questions and the first `SAMPLED` training questions of a source, with their
+        answers.
+        """
         source, share = self.sources[which], -(-self._held_out // len(self.sources))
         asked = [*source.held_out(share), *(source.training(position) for position in range(SAMPLED))]
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
@@ -221,7 +224,8 @@ class RunPrompts:
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
     ) -> tuple[Prompt, Question]:
-        """Return the prompt at `position` of a question source, or at a later position if it is too long.
+        """Return the prompt at `position` of a question source; if it is too long, return the prompt at a later
+        position.
 
         All processes of a run try the same later positions, so they find the same prompt.
         """

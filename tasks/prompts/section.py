@@ -1,4 +1,4 @@
-"""The config keys that all `[[prompts]]` sections have."""
+"""Defines the config keys that all `[[prompts]]` sections have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLACE = "{question}"  # the placeholder in a prompt template that the question r
 
 
 class PromptBase(Section):
-    """The keys of all sources."""
+    """The config keys of all prompt sources."""
 
     share: float = Field(
         1.0,

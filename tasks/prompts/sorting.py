@@ -1,4 +1,4 @@
-"""A question source that asks the policy to sort digits.
+"""Generates questions that ask the policy to sort digits.
 
     Sort 31415.
     11345
@@ -18,7 +18,7 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
-TRIES = 64  # number of multisets of digits that are drawn for a position; if all are held out, the run fails
+TRIES = 64  # largest number of multisets of digits to draw for a position; if all are held out, the run fails
 
 
 class SortingSource:

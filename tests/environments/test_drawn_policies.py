@@ -1,5 +1,5 @@
-"""Property: whatever the policy says, and whatever the config of a sound environment is, an episode ends with a finite
-score, and is never blamed on the environment.
+"""Tests that an episode in a correct environment gets a finite score, and never counts as a failure of the environment,
+for any responses of the policy and any config.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ GYM: dict[str, st.SearchStrategy[Any]] = {
 ACTING = {**GYM, "actions": st.just({}), "act": st.just("odd_worlds:act_by_arrow")}
 
 
-def test_every_key_of_the_environments_is_drawn() -> None:
+def test_drawn_configs_have_every_key_of_trl_and_gymnasium() -> None:
     assert TRL.keys() == TrlEnvironment.model_fields.keys() - {"kind"}
     assert GYM.keys() == GymnasiumEnvironment.model_fields.keys() - {"kind"}
 
@@ -102,7 +102,7 @@ def test_every_key_of_the_environments_is_drawn() -> None:
     RESPONSES,
     st.integers(200, 600),
 )
-def test_any_settings_give_a_finite_score(
+def test_episode_with_any_drawn_config_gets_a_finite_score(
     config: TrlEnvironment | GymnasiumEnvironment, responses: list[str], longest: int
 ) -> None:
     assert type(config).model_validate_json(config.model_dump_json()) == config

@@ -1,4 +1,4 @@
-"""Roles of an environment that a model behind an endpoint plays: what it is asked, and what its failures do."""
+"""Tests of environment roles that a model behind an endpoint plays: its requests, and the effects of failures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_episode_of_an_unreachable_endpoint_is_unjudged(reply: Reply) -> None:
     assert episode.asked == []
 
 
-def test_conversation_that_an_endpoint_rejects_fails_the_episode() -> None:
+def test_episode_fails_if_the_endpoint_rejects_its_conversation() -> None:
     """The policy may be the cause, so the episode is not discarded."""
     with judge_server(lambda n, body: ask_back(n, body) if n == 1 else Reply("too long", 400)) as server:
         score, _ = play(server)
@@ -122,7 +122,7 @@ def test_rejection_after_an_answer_does_not_end_the_run(status: int) -> None:
     assert score.outcome is Outcome.UNJUDGED
 
 
-def test_endpoint_that_never_ends_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_that_never_ends_its_answer_raises_unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server sends a byte again and again, each within `call_seconds`."""
     monkeypatch.setattr(endpoints, "LONGEST_PAUSE", 0.0)
 
@@ -146,7 +146,7 @@ def test_endpoint_that_never_ends_its_answer_is_given_up(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("value", [None, "", "with\nbreak", "ключ"])
-def test_endpoint_key_that_is_no_header_is_refused(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_missing_or_invalid_endpoint_key_is_refused(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     monkeypatch.delenv("USER_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("USER_KEY", value)
@@ -155,7 +155,7 @@ def test_endpoint_key_that_is_no_header_is_refused(monkeypatch: pytest.MonkeyPat
     assert not value or value not in str(failed.value)
 
 
-def test_unknown_endpoint_is_an_error() -> None:
+def test_call_of_an_unknown_endpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no endpoint 'user'; the endpoints are none"):
         asyncio.run(EndpointRoles().ask("user", []))
 

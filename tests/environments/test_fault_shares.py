@@ -1,4 +1,5 @@
-"""A run whose environments hang, crash, write garbage or never start: every episode has a reason, nothing is left.
+"""Tests a run whose environments hang, crash, write garbage or never start: each episode has a reason for its end, and
+no process is left.
 
 `benchmarks/environment_faults.py` measures the throughput of such a run.
 """
@@ -41,7 +42,7 @@ def expect_fate(prompt: int) -> str:
     return draw_fault(random.Random(find_seed(prompt_at(prompt))), SHARES, SETUP.turns)[0]
 
 
-def test_each_episode_of_a_faulty_run_ends_as_expected(tmp_path: Path) -> None:
+def test_each_episode_ends_as_the_fault_of_its_prompt_says(tmp_path: Path) -> None:
     found = play_run(SETUP, VERSIONS, tmp_path, is_faulty=True)
     fates = Counter(find_fate(one) for _, one in found.endings)
     assert [find_fate(one) for _, one in found.endings] == [expect_fate(prompt) for prompt, _ in found.endings]
@@ -54,7 +55,7 @@ def test_each_episode_of_a_faulty_run_ends_as_expected(tmp_path: Path) -> None:
 
 
 def check_rotation(found: FaultRun) -> None:
-    """Check that the kind that never starts was left out by its failure budget, and the other kind was not."""
+    """Check that only the environment that never starts was left out, after `max_failures` failures."""
     assert found.rotation.out.keys() == {"broken"}
     assert "2 episodes in a row failed" in found.rotation.out["broken"]
     assert "exited with code 7 during open" in found.rotation.out["broken"]
@@ -70,7 +71,7 @@ def test_leftover_process_is_found() -> None:
     assert "ROLLFLOW_FAULTS" not in os.environ
 
 
-def test_throughput_bound_counts_the_time_of_each_fault() -> None:
+def test_throughput_bound_includes_the_time_of_each_fault() -> None:
     """A healthy episode takes 2.4 s, one that crashes 1.15 s on average, one that hangs 3.15 s."""
     setup = FaultSetup()
     assert setup.find_bound({HEALTHY: 10}) == pytest.approx(1.0)

@@ -1,4 +1,6 @@
-"""Tests of environments that hang, crash or write garbage, in real worker processes: only their episode is lost."""
+"""Tests of environments that hang, crash or write garbage, in real worker processes. A fault costs only its own
+episode.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def test_process_that_an_environment_detached_is_killed() -> None:
     assert score.value == 0.5
 
 
-def test_score_counts_the_rewards_before_a_fault() -> None:
+def test_score_includes_the_rewards_before_a_fault() -> None:
     score, _, _ = play(gym(options={"wrong": "error"}), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.UNPARSABLE)
@@ -212,7 +214,7 @@ def test_killed_process_ends_only_the_episodes_that_need_it(victim: str) -> None
     assert after.value == 0.5
 
 
-def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
+def test_worker_processes_end_if_their_owner_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import asyncio\n"
@@ -270,7 +272,7 @@ def count_episodes(environment: ForeignEpisodes) -> int:
         return 0
 
 
-def test_live_processes_stay_below_the_limit() -> None:
+def test_episode_processes_never_exceed_at_once() -> None:
     config = trl("Counter", at_once=3)
     environment, most = build(config), 0
 

@@ -1,5 +1,5 @@
-"""Demonstrations of environments of TRL and gymnasium have the tokens that episodes have, the first observation and the
-tools included. Where the chat template rewrites earlier answers, episode and demonstration begin a branch.
+"""Tests that demonstrations for TRL and gymnasium environments have the same tokens as episodes, including the first
+observation and the tools. If the chat template rewrites earlier answers, both begin a branch.
 """
 
 from __future__ import annotations

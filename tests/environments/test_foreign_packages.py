@@ -1,6 +1,6 @@
-"""Environments and servers of other projects, unchanged, each in a Python environment of its own.
+"""Tests with unchanged environments and MCP servers of other projects, each in its own Python environment.
 
-The packages come from the package index, and rollflow's environment does not have them or has other versions.
+The packages come from the package index. rollflow's own Python environment lacks them, or has other versions.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def mcp_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_python(tmp_path_factory, request.param)
 
 
-def test_server_of_the_official_sdk_works_unchanged(mcp_python: str) -> None:
+def test_policy_uses_the_tools_of_an_official_sdk_server(mcp_python: str) -> None:
     config = serve(command=[mcp_python, str(SERVERS / "sdk_server.py")])
     check_tools(config)
     said = [

@@ -16,10 +16,10 @@ def test_rewards_of_all_steps_are_added() -> None:
     assert environment.health.steps == 3
 
 
-def test_rewards_of_turns_are_given_to_their_turns() -> None:
+def test_each_turn_gets_the_reward_of_its_step() -> None:
     score, episode, _ = play(gym(rewards="turns"), "1", "no 1", "1")
     assert score is not None
-    assert (score.value, score.outcome) == (0.0, Outcome.CORRECT)  # of which the accuracy is computed
+    assert (score.value, score.outcome) == (0.0, Outcome.CORRECT)  # the accuracy follows from the outcome
     turns = episode.lived.current.turns
     assert [turn.reward for turn in turns] == [1.0, 2.0, 3.0]
     assert len({turn.state for turn in turns}) == 3
@@ -71,7 +71,7 @@ def test_episodes_of_a_prompt_begin_in_the_same_state() -> None:
     assert prompts[0] == prompts[1]
 
 
-def test_frozen_lake_runs_unchanged() -> None:
+def test_frozen_lake_of_gymnasium_is_played_to_the_goal() -> None:
     from rollflow.tasks.environments.config import GymnasiumEnvironment
 
     actions = {"left": 0, "down": 1, "right": 2, "up": 3}

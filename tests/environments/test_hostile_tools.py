@@ -1,7 +1,6 @@
-"""Hostile programs as calls of the Python tool: none escapes, none decides its own score, none outlives its episode.
+"""Tests of hostile programs in calls of the Python tool: none escapes, decides its own score, or outlives its episode.
 
-Each program also runs directly in a sandbox of the same kind, with the same result: neither reaches what it must not
-reach.
+Each program also runs directly in a sandbox of the same kind, and does not escape there either.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ SECONDS = 2.0  # deadline of a call
 HONEST = "import json, math, os\n(json.loads('[42]'), math.sqrt(4.0), sorted(os.environ.get('LEFT', '')))"
 
 
-# Programs that print what a session lets its own code do: it sees the guest and the variables of the session, reads
-# /dev/null, and has the two pipes of the session open. It can write to the pipe by which it says that a run of its own
-# has ended.
+# Names of programs that print what a session allows its code. The code sees the processes and environment variables of
+# the session, reads /dev/null, and has the two pipes of the session open. The code can write to the pipe with which the
+# session reports the end of a call.
 ALLOWED = (
     *("other processes", "writing to stdin", "environment of the box", "answers for the owner"),
     "open files of the box",
@@ -48,14 +47,14 @@ def tools() -> Iterator[Tools]:
 
 @pytest.mark.many
 @pytest.mark.parametrize("hostile", HOSTILE[:: len(HOSTILE) // examples(len(HOSTILE))], ids=lambda one: one.name)
-def test_hostile_program_in_a_tool_call_does_no_harm(tools: Tools, hostile: Hostile) -> None:
+def test_hostile_tool_call_neither_escapes_nor_avoids_a_score(tools: Tools, hostile: Hostile) -> None:
     if hostile.machine not in ("", os.uname().machine):
         pytest.skip("other system calls")
     before = len(list_sandbox_processes())
     said = [run_code(hostile.source), run_code("1"), "I give up."]  # the second call may find its session broken
     score, episode = tools.play(*said)
     assert score is not None
-    assert (score.reason, episode.judged) == ("judged", ["I give up."])  # not unjudged: no program avoids its score
+    assert (score.reason, episode.judged) == ("judged", ["I give up."])  # no program avoids its score
     heard = "".join(episode.heard)
     assert "ESCAPED" not in heard, heard
     assert "SyntaxError: unterminated" not in heard
@@ -77,7 +76,7 @@ sorted(opened) == sorted((fd, True) for fd in sys.orig_argv[-2:])
 
 
 def test_session_has_only_its_own_two_pipes_open(tools: Tools) -> None:
-    """The session's code gets the numbers of its pipes, for orders and for exit codes, as its arguments."""
+    """The arguments of the session's process are the descriptors of its two pipes: for orders and for exit codes."""
     _, episode = tools.play(run_code(OPEN_FILES), "I give up.")
     assert "True" in episode.heard[0], episode.heard
 
@@ -92,7 +91,7 @@ print("late"); import time; time.sleep(1); print("later")
 """
 
 
-def test_program_that_forges_the_end_changes_no_score(tools: Tools) -> None:
+def test_forged_end_of_a_program_changes_no_score(tools: Tools) -> None:
     score, episode = tools.play(run_code(FORGE), run_code("6 * 7"), run_code("6 * 7"), "I give up.")
     assert score is not None
     assert (score.reason, episode.judged) == ("judged", ["I give up."])

@@ -1,4 +1,4 @@
-"""Tests of the tools of MCP servers, in real processes. An unchanged server works; a broken one costs its episode."""
+"""Tests of the tools of MCP servers, in real processes. A broken server costs only its own episode."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mcp(*arguments: str, module: str = "bare_server", **keys: Any) -> dict[str, 
 
 
 def serve(*arguments: str, **keys: Any) -> ToolsEnvironment:
-    """Return the config of an environment with one MCP server alone."""
+    """Return the config of an environment with one MCP server as its only tool."""
     names = ("at_once", "max_failures", "result_characters")
     own = {name: keys.pop(name) for name in names if name in keys}
     return ToolsEnvironment.model_validate({"kind": "tools", "mcp": {"shop": mcp(*arguments, **keys)}, **own})
@@ -57,7 +57,7 @@ def list_left(tools: Tools) -> int:
 
 
 def play_once(config: ToolsEnvironment, *responses: str, **keys: Any) -> tuple[Score | None, Any, Tools]:
-    """Play one episode, and check that no process outlives the episode, nor the environment."""
+    """Play one episode, and check that no process outlives the episode or the environment."""
     tools = Tools(config)
     try:
         score, episode = tools.play(*responses, **keys)
@@ -135,7 +135,7 @@ def test_episode_with_two_tools_of_one_name_is_unjudged() -> None:
     assert tools.environment.health.failures == 1
 
 
-def test_python_and_servers_work_in_one_episode() -> None:
+def test_policy_calls_python_and_mcp_tools_in_one_episode() -> None:
     config = serve().model_copy(update={"python": PythonTool(sandbox=SANDBOX, seconds=60.0)})
     score, episode, _ = play_once(config, run_code("6 * 7") + call("echo", text="said"), "Done.")
     assert score is not None
@@ -145,7 +145,7 @@ def test_python_and_servers_work_in_one_episode() -> None:
     assert "said\n!" in episode.heard[0]
 
 
-def test_tools_work_on_the_event_loop_of_ray_actors() -> None:
+def test_tool_calls_succeed_on_the_event_loop_of_ray_actors() -> None:
     """Ray runs asynchronous actors on uvloop, whose processes and sockets are not those of asyncio."""
     config = serve().model_copy(update={"python": PythonTool(sandbox=SANDBOX, seconds=60.0)})
     tools = Tools(config, pytest.importorskip("uvloop").new_event_loop)
@@ -160,7 +160,7 @@ def test_tools_work_on_the_event_loop_of_ray_actors() -> None:
         tools.close()
 
 
-def test_mcp_server_that_outlives_its_input_is_killed() -> None:
+def test_server_that_runs_on_after_its_input_ends_is_killed() -> None:
     score, _, tools = play_once(serve("stays"), call("echo", text="x"), "Done.")
     assert score is not None
     assert score.reason == "judged"
@@ -298,7 +298,7 @@ def test_server_check_explains_a_refusal_in_one_sentence(config: ToolsEnvironmen
         ({"env": {"SHOP_TOKEN": "x"}}, r"environment.mcp.shop.env.SHOP_TOKEN = '\.\.\.': this secret would be stored"),
     ],
 )
-def test_config_of_a_server_is_refused_with_one_sentence(keys: dict[str, Any], sentence: str) -> None:
+def test_invalid_server_config_is_refused_in_one_sentence(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         serve(**keys)
 
@@ -320,7 +320,7 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["text", "more"]), JSON, max_size=2)
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(KEYS, st.lists(st.tuples(st.sampled_from(["echo", "fail", "other"]), ARGUMENTS), max_size=3), st.text())
-def test_drawn_servers_and_policies_get_a_judged_answer(
+def test_answer_is_judged_with_any_server_config_and_calls(
     keys: dict[str, Any], calls: list[tuple[str, dict[str, Any]]], answer: str
 ) -> None:
     said = [call(keys.get("prefix", "") + name, **given) for name, given in calls]

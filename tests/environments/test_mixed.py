@@ -1,4 +1,4 @@
-"""Several environments in one run: each prompt is played in the one that its row names, and a broken one is removed."""
+"""Tests of several environments in one run. A prompt's row names its environment; a broken environment is removed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mix(default: str | None = None, **kinds: Any) -> MixedEnvironment:
 
 
 def play(config: MixedEnvironment, row: Mapping[str, Any], *said: str) -> tuple[Score | None, PlayedEpisode]:
-    """Play an episode of the scheduler's own class; the policy repeats its last response."""
+    """Play an episode of the class `PlayedEpisode`; the policy repeats its last response."""
     tokenizer = CodePoints()
 
     async def ask(turn: Turn) -> VersionedGeneration:
@@ -84,7 +84,7 @@ def test_row_names_the_environment_and_its_limits() -> None:
 
 
 @pytest.mark.parametrize(("row", "shown"), [({"world": "fly"}, "'fly'"), ({"world": 3}, "3"), ({}, "None")])
-def test_row_without_an_environment_is_an_error(row: Mapping[str, Any], shown: str) -> None:
+def test_row_that_names_no_environment_is_refused(row: Mapping[str, Any], shown: str) -> None:
     with pytest.raises(ConfigError, match=rf"environment.column = 'world'.*has {shown} there.*name one of: count"):
         play(mix(count=trl("Counter")), row, "Done.")
 
@@ -145,7 +145,7 @@ def test_broken_environment_is_removed_and_its_prompts_replaced(caplog: pytest.L
     assert counts["bad"]["failures"] >= 2
 
 
-def test_source_of_a_broken_environment_alone_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+def test_source_is_closed_if_its_only_environment_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     """Every second prompt source names the broken environment in all of its prompts."""
     run, _ = run_mixed(mix(good=GOOD, bad=BAD), shares=(0.5, 0.5))
     assert all(prompt % 2 == 0 for prompt in list_trained(run))

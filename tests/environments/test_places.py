@@ -1,4 +1,4 @@
-"""Worker processes that cannot be started, or do not end: no place of an environment is lost."""
+"""Tests of worker processes that cannot be started or do not end: as many episodes as before can run afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import HANG_SECONDS, soon
 
 
 def test_cancelled_start_makes_room_for_another_episode() -> None:
-    """The keeper reads nothing for a while, so some episodes wait for room in its socket when they are cancelled."""
+    """The keeper is stopped for a while, so some episodes wait for room in its socket when they are cancelled."""
     config = trl("Quiet", at_once=400)
     environment = build(config)
 
@@ -68,7 +68,7 @@ def test_later_episodes_run_after_a_cancelled_process_start() -> None:
 
 
 def test_environment_starts_in_a_process_with_many_open_files() -> None:
-    """A keeper that waits with `select` cannot use the descriptor that it is given, which is above 1023."""
+    """The keeper gets a file descriptor above 1023, which `select` cannot use."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip("this process may not open so many files")
@@ -85,7 +85,7 @@ def test_environment_starts_in_a_process_with_many_open_files() -> None:
 
 
 def test_environment_process_that_is_stuck_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped template starts no process, and so the keeper never reports the end of the episode."""
+    """A stopped template starts no process, so the keeper never reports the end of the episode's process."""
     monkeypatch.setattr(pool_module, "STUCK_SECONDS", 1.0)
     config = trl("Quiet", at_once=1, setup_seconds=3.0)
     environment = build(config)

@@ -113,7 +113,7 @@ def test_policy_reads_the_outcome_of_its_python_call(tools: Tools, said: str, he
         ),
     ],
 )
-def test_session_works_after_code_that_was_stopped(code: str, heard: str) -> None:
+def test_session_runs_code_after_a_stopped_call(code: str, heard: str) -> None:
     created = Tools(python_tool(seconds=1.0))
     try:
         score, episode = created.play(run_code(code), run_code("6 * 7"), "Done.")
@@ -215,7 +215,7 @@ class FailingSandboxes:
         raise self._error
 
     async def close(self) -> None:
-        """Have nothing to close."""
+        """Do nothing, because nothing is open."""
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ class FailingSandboxes:
         (ConfigError("no bwrap"), True, Outcome.UNJUDGED),
     ],
 )
-def test_sandbox_failure_is_unjudged_if_sandboxes_are_isolated(
+def test_episode_is_unjudged_unless_unisolated_sandbox_is_lost(
     error: Exception, isolated: bool, outcome: Outcome
 ) -> None:
     created = Tools(python_tool())

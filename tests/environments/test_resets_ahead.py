@@ -1,4 +1,6 @@
-"""Environments that are reset before their episodes start: same episodes, no place more, and no process left."""
+"""Tests of environments that are reset ahead, i.e. before their episodes start. Resets ahead change no episode, take no
+additional places, and leave no process.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ async def play(environment: ForeignEpisodes, config: Any, name: str) -> tuple[Sc
 
 @pytest.mark.parametrize("config", [gym(resets_ahead=2, **DRAWN), trl("Counter", resets_ahead=2)])
 def test_episode_after_a_reset_ahead_is_the_same(config: Any) -> None:
-    """The seeds, and so the first observations, depend on the prompt alone."""
+    """The seed depends only on the prompt, and so does the first observation."""
     environment = build(config)
 
     async def work() -> None:
@@ -115,7 +117,7 @@ def test_new_plan_ends_the_resets_of_other_prompts() -> None:
     run(environment, work)
 
 
-def test_resets_ahead_are_limited_by_both_keys() -> None:
+def test_resets_ahead_never_exceed_resets_ahead_or_at_once() -> None:
     for most, places in ((2, 8), (8, 2)):
         environment = build(gym(resets_ahead=most, at_once=places, **DRAWN))
 
@@ -128,7 +130,7 @@ def test_resets_ahead_are_limited_by_both_keys() -> None:
         run(environment, work)
 
 
-def test_episode_without_a_place_takes_that_of_a_reset() -> None:
+def test_episode_takes_the_place_of_a_reset_if_no_place_is_free() -> None:
     """Resets for other prompts hold all places; the episodes run nevertheless."""
     config = gym(resets_ahead=4, at_once=2, **DRAWN)
     environment = build(config)
@@ -144,7 +146,7 @@ def test_episode_without_a_place_takes_that_of_a_reset() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "where"), [("error", "reset"), ("hang", "reset"), ("quit", "init")])
-def test_failed_reset_ahead_is_the_failure_of_its_episode(wrong: str, where: str) -> None:
+def test_episode_fails_if_its_reset_ahead_has_failed(wrong: str, where: str) -> None:
     config = trl("Bad", resets_ahead=1, setup_seconds=1.0, options={"wrong": wrong, "where": where})
     environment = build(config)
 
@@ -159,8 +161,8 @@ def test_failed_reset_ahead_is_the_failure_of_its_episode(wrong: str, where: str
     run(environment, work)
 
 
-def test_broken_environment_is_refused_after_resets_ahead() -> None:
-    """Failures of resets ahead count, even if no episode uses these resets."""
+def test_failed_resets_ahead_can_end_the_run() -> None:
+    """A failed reset ahead counts as a failure of the environment, even if no episode uses the reset."""
     config = trl("Bad", resets_ahead=1, max_failures=2, options={"wrong": "error", "where": "reset"})
     environment = build(config)
 
@@ -233,7 +235,7 @@ def test_mixed_environments_reset_ahead_for_their_own_prompts() -> None:
         max_size=6,
     ),
 )
-def test_any_plan_changes_no_episode_and_leaves_no_process(
+def test_plans_of_resets_change_no_episode_and_leave_no_process(
     at_once: int, resets_ahead: int, moves: list[tuple[str, list[str]]]
 ) -> None:
     config = gym(at_once=at_once, resets_ahead=resets_ahead, **DRAWN)
@@ -260,7 +262,7 @@ def test_any_plan_changes_no_episode_and_leaves_no_process(
 
 
 def test_each_reset_ahead_of_a_run_is_used(tmp_path: Path) -> None:
-    """At alpha 0, no prompt is discarded, so no reset is in vain."""
+    """With async_ratio = 0, no prompt is discarded, so an episode uses each reset."""
     config = trl("Counter", resets_ahead=5)
     environment = build(config)
     pipeline = Pipeline(

@@ -1,4 +1,6 @@
-"""Episodes in hosts on several nodes: a lost or hung host costs at most its own episodes, which get no reward."""
+"""Tests of episodes on several hosts (environment actors). If a host is lost or hangs, at most its own episodes get no
+reward.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ class NearLink(HostLink):
         await self.host.close()
 
     async def kill(self) -> None:
-        """End the host as a lost node does."""
+        """End the host as the loss of its node would."""
         self.dead = True
         await self.host.close()
 
@@ -138,7 +140,7 @@ def stop_before(config: Any, before: Callable[[int], Any], *responses: str, **ke
 
 
 @pytest.mark.parametrize("config", [gym(), trl("Counter")], ids=["gymnasium", "trl"])
-async def test_spread_episode_has_the_score_of_a_local_one(config: Any) -> None:
+async def test_episode_on_a_host_has_the_score_of_a_local_episode(config: Any) -> None:
     said = ("1",) if config.kind == "gymnasium" else (call("add", number=2), "Done.")
     local, heard, other = await asyncio.to_thread(play, config, *said)
     async with open_fleet(config) as near:
@@ -185,7 +187,7 @@ async def test_episode_continues_from_its_snapshot_on_another_host() -> None:
         assert near.environment.health.failures == 0
 
 
-async def test_keyed_action_of_a_lost_host_is_not_repeated(tmp_path: Path) -> None:
+async def test_action_with_a_key_is_done_once_despite_a_lost_host(tmp_path: Path) -> None:
     config = trl("Keeping", options={"file": str(tmp_path / "done")})
     async with open_fleet(config) as near:
 
@@ -200,7 +202,7 @@ async def test_keyed_action_of_a_lost_host_is_not_repeated(tmp_path: Path) -> No
         assert (tmp_path / "done").read_text() == "0.0.0.0.0 1\n0.0.0.1.0 3\n"
 
 
-async def test_frozen_host_costs_only_the_answer_time() -> None:
+async def test_episode_of_a_frozen_host_ends_after_answer_seconds() -> None:
     config = gym(turn_seconds=0.5, setup_seconds=60.0)
     async with open_fleet(config, answer_seconds=1.0) as near:
 
@@ -232,7 +234,7 @@ def test_environment_actors_that_never_start_end_the_run() -> None:
     run_virtual(main())
 
 
-async def test_continued_episode_has_the_limits_of_a_turn() -> None:
+async def test_turn_limit_holds_after_a_move_to_another_host() -> None:
     config = gym("Saving", options={"wrong": "hang"}, turn_seconds=0.5, setup_seconds=3600.0)
     async with open_fleet(config) as near:
 
@@ -246,7 +248,7 @@ async def test_continued_episode_has_the_limits_of_a_turn() -> None:
         assert score.outcome is Outcome.TIMEOUT
         assert "environment.turn_seconds = 0.5" in score.reason
         assert near.environment.health.hangs == 1
-        assert len(near.fleet.places) >= 1  # the other host is not blamed
+        assert len(near.fleet.places) >= 1  # the other host is not given up
 
 
 async def test_host_lost_after_the_last_action_changes_no_score() -> None:
@@ -273,7 +275,7 @@ async def test_episode_continues_only_with_the_same_observation(observe: str | N
         assert isinstance(score, Score)
         if observe is None:
             assert (score.outcome, score.value) == (Outcome.CORRECT, 6.0)
-        else:  # the new process has another id
+        else:  # the new process has another id, and so another observation
             assert score.outcome is Outcome.UNJUDGED
             assert "reset on another node gave another observation" in score.reason
 
@@ -308,7 +310,7 @@ async def test_episode_waits_a_bounded_time_for_another_host(monkeypatch: pytest
         assert score.outcome is Outcome.UNJUDGED
 
 
-async def test_fault_of_the_fleet_fails_the_waiting_episode() -> None:
+async def test_error_of_the_fleet_ends_the_wait_for_a_place() -> None:
     class Broken(QueueFollower):
         def decide(self, now: float, wanted: int) -> int:
             raise RuntimeError("a fault")
@@ -341,17 +343,17 @@ FAULTS = [("hang", "act"), ("error", "reset"), ("quit", "act"), ("killed", "act"
 
 
 @pytest.mark.parametrize(("wrong", "where"), [*FAULTS, ("huge", "reward"), ("tools", "init")])
-async def test_spread_fault_has_the_score_of_a_local_one(wrong: str, where: str) -> None:
+async def test_fault_on_a_host_has_the_score_of_a_local_fault(wrong: str, where: str) -> None:
     config = trl("Bad", options={"wrong": wrong, "where": where}, **({"turn_seconds": 0.5} if wrong == "hang" else {}))
     local, _, other = await asyncio.to_thread(play, config, call("act"), "Done.")
     async with open_fleet(config) as near:
         assert await near.environment.play(speak(config, call("act"), "Done.")) == local
-        assert len(near.fleet.places) == 2  # a broken environment costs no host
+        assert len(near.fleet.places) == 2  # no host is given up because of a broken environment
         counts = near.environment.health.counts
         assert {**counts, "seconds": 0} == {**other.health.counts, "seconds": 0}
 
 
-def test_environment_actor_starts_where_fewest_are() -> None:
+def test_environment_actor_starts_on_the_least_loaded_node() -> None:
     node = {"Alive": True, "Labels": {}, "Resources": {"CPU": 2.0}}
     nodes = [
         {**node, "NodeID": "a"},
@@ -379,7 +381,7 @@ def test_error_of_a_failed_start_names_its_cause() -> None:
         raise cause
 
 
-def test_environment_actors_without_work_are_refused() -> None:
+def test_unusable_numbers_of_environment_actors_are_refused() -> None:
     several = ClusterConfig(environment_actors=EnvironmentActorsConfig(min=2))
     RunConfig(environment=gym(), cluster=several)
     with pytest.raises(ValueError, match=r"cluster.environment_actors.min = 2: the environment of this run has no"):
@@ -391,7 +393,7 @@ def test_environment_actors_without_work_are_refused() -> None:
 
 
 @given(answers=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), min_size=4, max_size=4)), max_size=20))
-def test_counters_are_sums_over_hosts_in_any_order(answers: list[tuple[bool, list[int]]]) -> None:
+def test_counters_are_sums_over_hosts_in_any_answer_order(answers: list[tuple[bool, list[int]]]) -> None:
     async def run() -> None:
         near = NearFleet(gym())
         pool = near.environment._find_pool()

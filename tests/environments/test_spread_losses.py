@@ -1,4 +1,6 @@
-"""What is lost with a host is never blamed on the policy, done twice, counted twice, or left running."""
+"""Tests of the loss of a host: the policy is not at fault, no action is done twice, no loss is counted twice, and no
+process is left.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.environments.test_spread_episodes import NearLink, open_fleet, stop_b
 from tests.environments.worlds import call, gym, trl
 
 
-async def test_fault_of_a_repeated_restore_is_unjudged() -> None:
+async def test_episode_is_unjudged_if_a_repeated_restore_fails() -> None:
     config = gym("Saving", options={"wrong": "quit at restore"})
     async with open_fleet(config) as near:
 
@@ -40,7 +42,7 @@ async def test_fault_of_a_repeated_restore_is_unjudged() -> None:
 
 @pytest.mark.parametrize("id", ["0.0.0", ""])
 async def test_action_without_key_is_not_repeated(id: str, tmp_path: Path) -> None:
-    """An episode of an evaluation has no id, so its environment cannot tell which actions are done."""
+    """An episode of an evaluation has no id, so its environment cannot know which actions were already done."""
     config = trl("Paying", options={"file": str(tmp_path / "done")})
     async with open_fleet(config) as near:
 
@@ -116,7 +118,9 @@ async def test_closed_fleet_starts_no_host() -> None:
 
 
 def test_episode_does_not_wait_for_hosts_that_fail_in_turn() -> None:
-    """The starts of two hosts overlap, so one of them is always starting; a slow first start is awaited."""
+    """The starts of two hosts overlap, so one of them is always starting. The episode waits only for their first
+    starts.
+    """
 
     class SlowLink(NearLink):
         async def start(self) -> None:

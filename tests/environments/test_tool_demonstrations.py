@@ -1,4 +1,4 @@
-"""Demonstrations of tasks with tools have the tokens that episodes have: the same turns, the same context."""
+"""Tests that demonstrations of tasks with tools have the same tokens as episodes, in the same turns and contexts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_demonstration_has_the_tokens_of_its_episode(
     assert len(found) == (1 if name != "removes thoughts" else 1 + sum(bool(thought) for thought, _ in turns))
 
 
-def test_most_concurrent_episodes_are_those_of_the_config() -> None:
+def test_most_episodes_is_the_at_once_of_the_config() -> None:
     assert python_tool(at_once=3).most_episodes == 3
 
 
@@ -142,7 +142,7 @@ def test_demonstration_longer_than_the_context_is_refused(tmp_path: Path, contex
 
 
 def test_recipe_demonstrates_the_episodes_of_its_policy(tools: Tools, tmp_path: Path) -> None:
-    """The call of the recipe is short, because its constant parts are tokens."""
+    """A demonstrated call has few tokens, because the tokenizer has tokens for its constant parts."""
     config = load_recipe(RECIPE)
     for name, data in read_policy_files(config, read_file).items():
         (tmp_path / name).write_bytes(data)

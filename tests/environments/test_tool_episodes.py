@@ -101,7 +101,7 @@ def test_malformed_call_costs_the_configured_penalty(tools: Tools) -> None:
     assert (score.value, one.total_reward) == (1.0, 0.75)
 
 
-def test_results_without_room_end_the_episode(tools: Tools) -> None:
+def test_episode_ends_if_tool_results_leave_no_room(tools: Tools) -> None:
     score, _, judged = play_real(tools, build_ports(tools.config), run_code("print('y' * 7000)"), longest=2000)
     assert (score.value, score.outcome, judged) == (0.0, Outcome.WRONG, [])
     assert score.reason == "the results of the tools left no room for an answer"
@@ -113,8 +113,10 @@ def test_prompt_without_room_for_its_tools_is_unjudged(tools: Tools) -> None:
     assert "leave no room for a response" in score.reason
 
 
-def test_output_of_a_tool_cannot_speak_as_the_user(tools: Tools, tmp_path: Path) -> None:
-    """A program of the policy prints control tokens; its message does not end, and no message of the user begins."""
+def test_tool_output_cannot_begin_a_message_of_the_user(tools: Tools, tmp_path: Path) -> None:
+    """A program of the policy prints the text of control tokens. The tool's message does not end, and no user message
+    begins.
+    """
     make_tokenizer(tmp_path, template=CHAT)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END, "max_position_embeddings": 4096}))
     tokenizer = PolicyTokenizer(tmp_path, 0.0)

@@ -55,7 +55,7 @@ def test_policy_reads_why_its_tool_call_failed(said: str, heard: str) -> None:
     assert environment.health.failures == 0
 
 
-def test_class_without_reward_is_scored_by_the_scorer() -> None:
+def test_run_scorer_scores_a_class_without_get_reward() -> None:
     score, episode, _ = play(trl("Judged"), call("look"), "42")
     assert score is not None
     assert score.reason == "judged"
@@ -66,7 +66,7 @@ def test_class_without_reward_is_scored_by_the_scorer() -> None:
 def test_episode_ends_after_its_last_turn() -> None:
     score, episode, _ = play(trl("Counter", max_turns=3), call("add", number=1))
     assert score is not None
-    assert score.value == 1.0  # the tool calls of the last turn count
+    assert score.value == 1.0  # the tool calls of the last turn are executed
     assert episode.asked.count("generate") == 3
 
 
@@ -89,7 +89,7 @@ def test_module_that_starts_threads_is_imported_for_each_episode(caplog: pytest.
 
 
 def test_policy_reads_an_error_for_deeply_nested_arguments() -> None:
-    """At some depth the arguments can just be read, but not be written into the request to the process."""
+    """At some depth, the arguments can still be parsed, but not be encoded for the request to the process."""
     nested = ["[" * depth + "]" * depth for depth in range(800, 1000)]
     said = [f'<tool_call>{{"name": "add", "arguments": {{"number": {one}}}}}</tool_call>' for one in nested]
     score, episode, environment = play(

@@ -1,4 +1,4 @@
-"""Limits of the episodes of environments in worker processes: the same as those of other environments."""
+"""Tests that environments in worker processes have the same limits of episodes as other environments."""
 
 from __future__ import annotations
 

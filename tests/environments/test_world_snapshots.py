@@ -1,4 +1,4 @@
-"""Snapshots of environments in worker processes: an episode continues in a new process, and no action is done twice."""
+"""Tests of snapshots of environments in worker processes: an episode continues from them, and repeats no action."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_snapshot_that_is_not_bytes_is_not_stored(caplog: pytest.LogCaptureFixtu
     assert "no snapshot was stored: snapshot returned a str, not bytes" in caplog.text
 
 
-def test_tools_continue_from_a_snapshot(tmp_path: Path) -> None:
+def test_trl_environment_continues_from_its_snapshot(tmp_path: Path) -> None:
     config = trl("Keeping", options={"file": str(tmp_path / "done")})
     _, before, _ = play(config, call("add", number=1), turns=1, keeps_snapshots=True)
     score, _ = resume(config, before, call("add", number=2), "Done.")
@@ -92,7 +92,7 @@ def test_action_before_a_crash_is_not_repeated(tmp_path: Path) -> None:
     assert file.read_text() == "0.0.0.0.0 1\n0.0.0.1.0 3\n"
 
 
-def test_environment_that_cannot_replay_forgets_its_turns(tmp_path: Path) -> None:
+def test_episode_forgets_its_turns_if_replay_is_impossible(tmp_path: Path) -> None:
     options = {"file": str(tmp_path / "done")}
     _, episode, _ = play(trl("Paying", options=options), "Done.")
     assert episode.forgotten == NO_REPLAY

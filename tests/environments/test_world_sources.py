@@ -1,4 +1,4 @@
-"""The source files of environments in worker processes are found and hashed without importing them."""
+"""Tests that the source files of environments in worker processes are found and hashed without an import."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_hash_covers_all_files_of_an_environment(tmp_path: Path) -> None:
     assert hash_sources(GymnasiumEnvironment(id="FrozenLake-v1")) == ""
 
 
-def test_other_interpreter_says_where_its_modules_are(tmp_path: Path) -> None:
+def test_modules_of_another_interpreter_are_found(tmp_path: Path) -> None:
     (tmp_path / "worlds.py").write_text("# worlds\n")
     config = TrlEnvironment(path="json:World", interpreter=sys.executable)
     assert hash_sources(config) == hash_sources(TrlEnvironment(path="json:World")) != ""

@@ -1,4 +1,4 @@
-"""Helpers of the tests of the environment `tools`: episodes with a policy of fixed responses, and who judged what."""
+"""Helpers of the tests of the environment `tools`: episodes with fixed responses, and records of the judged texts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def speak_tools(config: ToolsEnvironment, *responses: str, **keys: Any) -> Judge
 
 
 class Tools:
-    """An environment with tools, and the event loop that it lives on."""
+    """An environment with tools, and the event loop that runs it."""
 
     def __init__(self, config: ToolsEnvironment, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         self.config, self.environment = config, build_tools(config)
@@ -102,7 +102,9 @@ def open_tools(**keys: Any) -> Tools:
 def play_real(
     tools: Tools, ports: EnvironmentPorts, *responses: str, **keys: Any
 ) -> tuple[Score, tuple[Trajectory, ...], list[ScoreRequest]]:
-    """Play an episode of the scheduler's own class, and return its score, its trajectories and what was judged."""
+    """Play an episode of the class `PlayedEpisode`, and return its score, its trajectories and the requests to the
+    scorer.
+    """
     judged = list[ScoreRequest]()
 
     async def ask(turn: Turn) -> VersionedGeneration:

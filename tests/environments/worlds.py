@@ -36,7 +36,7 @@ def gym(name: str = "Walk", **keys: Any) -> GymnasiumEnvironment:
 
 @dataclass
 class SpokenEpisode(ScriptedEpisode):
-    """An episode whose policy gives fixed responses in turn, and then the last one again."""
+    """An episode whose policy gives fixed responses in turn, and then repeats the last one."""
 
     responses: Sequence[str] = ("",)
     heard: list[str] = field(default_factory=list)  # texts that the environment has added

@@ -1,4 +1,4 @@
-"""The scheduler's counters and its memory, compared with the events observed by a subclass."""
+"""Compares the scheduler's counters and memory with the events that a subclass of the scheduler records."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Seen(RolloutScheduler):
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    """A run in which groups are too slow, redundant or filtered, and responses are surplus."""
+    """Return the scheduler of a run in which some groups are too slow, redundant or filtered, and some responses are
+    surplus.
+    """
     choices = {
         "redundant_groups": 2,
         "redundant_responses": 1,

@@ -1,4 +1,4 @@
-"""The input embedding's in-place gradient: equal to autograd's to the bit, without a second gradient in memory."""
+"""Tests that the embedding's in-place gradient equals autograd's bit for bit, without a second gradient in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_embedding_gradient_equals_the_gradient_of_autograd(dtype: torch.dtype, 
     assert torch.equal(own, theirs)
 
 
-def test_tied_embedding_weight_gets_both_gradients() -> None:
+def test_tied_weight_gets_gradients_of_embedding_and_output() -> None:
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     ids = torch.tensor([[1, 2, 2]])
@@ -92,7 +92,7 @@ def _with_a_hook(embedding: nn.Embedding) -> nn.Embedding:
         nn.Embedding(VOCABULARY, HIDDEN, max_norm=1.0),
     ],
 )
-def test_special_embedding_gradient_is_computed_by_autograd(embedding: Any) -> None:
+def test_embedding_with_special_options_uses_autograd(embedding: Any) -> None:
     heard: list[int] = []
     embedding.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
     with of(embedding).add_in_place():

@@ -1,4 +1,4 @@
-"""The last layer's in-place gradient: equal to autograd's to the bit, without a second gradient in memory."""
+"""Tests that the last layer's in-place gradient equals autograd's bit for bit, without a second gradient in memory."""
 
 from __future__ import annotations
 

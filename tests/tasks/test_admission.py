@@ -1,4 +1,4 @@
-"""Admission, compared with a count of batches one by one, and with examples worked by hand."""
+"""Tests of admission, which decides how many prompts may start, against a simple count and hand calculations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_lost_batches_are_formed_before_new_ones(due: BatchesToForm) -> None:
 
 
 @given(version=st.integers(-1, 6), due=dues(), outstanding=st.integers(0, 9), groups=st.integers(1, 5), ahead=PARTS)
-def test_only_prompts_of_batches_within_alpha_are_allowed(
+def test_async_ratio_limits_the_prompts_that_may_start(
     version: int, due: BatchesToForm, outstanding: int, groups: int, ahead: float
 ) -> None:
     reach = groups * (version + 1 + ahead)  # groups of all batches, formed or not
@@ -54,7 +54,7 @@ def test_only_prompts_of_batches_within_alpha_are_allowed(
     assert found == (allowed - outstanding if version >= 0 else 0)
 
 
-# --- decisions: 4 groups a batch, batches 0 to 9, alpha = 1, 8 groups at a time in 16 slots ----------------------
+# --- decisions: 4 groups a batch, batches 0 to 9, async_ratio = 1, 8 groups at a time in 16 slots ----------------
 
 LIMITS = RolloutLimits(0, 10, 4, 2, 1.0, 8, 1, 9, 1.0)
 SUPPLY = AdmissionInputs(version=2, due=BatchesToForm(3, (), 10), running=5, outstanding=1, generating=10, slots=16)
@@ -69,13 +69,13 @@ def test_number_of_allowed_prompts_matches_a_hand_calculation() -> None:
     assert rooms() == AdmissionDecision(batch=3, fresh=3, wanted=27, free=True)
 
 
-def test_alpha_of_one_allows_one_more_batch() -> None:
+def test_async_ratio_increased_by_one_allows_one_more_batch() -> None:
     assert rooms(limits={"async_ratio": 2.0}).fresh == 7
     assert rooms(limits={"async_ratio": 0.0}).fresh == -1  # batch 3 needs groups of version 3
     assert rooms(limits={"async_ratio": 2.0, "max_batches_ahead": 1.0}).fresh == 3
 
 
-def test_fractional_alpha_allows_part_of_a_batch_more() -> None:
+def test_fractional_async_ratio_allows_part_of_another_batch() -> None:
     half = {"async_ratio": 1.5, "on_stale": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
     assert rooms(limits=half | {"on_stale": "wait"}).fresh == 3
@@ -84,7 +84,7 @@ def test_fractional_alpha_allows_part_of_a_batch_more() -> None:
 
 
 def test_prompt_too_late_for_its_batch_is_not_started() -> None:
-    """Version 0, alpha = 0.5: 4 * 1.5 groups; batch 0 is formed, and batch 1 wants a version above 0."""
+    """At version 0, async_ratio = 0.5 allows 4 * 1.5 groups. After batch 0, batch 1 needs a version above 0."""
     fraction = {"async_ratio": 0.5, "on_stale": "drop"}
     assert rooms(limits=fraction, version=0, due=BatchesToForm(0, (), 10), outstanding=0).fresh == 6
     assert rooms(limits=fraction, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 0
@@ -108,7 +108,7 @@ def test_redundant_prompts_are_started_with_the_next_batch() -> None:
     )
     assert ahead == AdmissionDecision(
         batch=3, fresh=0, wanted=24, free=True
-    )  # by `max_batches_ahead`, though alpha would allow it
+    )  # limited by `max_batches_ahead`; async_ratio would allow more
 
 
 def test_last_batches_start_no_redundant_prompts() -> None:
@@ -151,7 +151,7 @@ def test_prompt_is_started_if_an_engine_has_free_slots(supply: dict[str, Any], f
         (2, 2, True, True, False),
     ],
 )
-def test_admission_reports_if_only_alpha_keeps_engines_idle(
+def test_admission_reports_if_only_async_ratio_keeps_slots_idle(
     fresh: int, wanted: int, free: bool, opens: bool, is_held: bool
 ) -> None:
     found = AdmissionDecision(0, fresh, wanted, free)
@@ -163,7 +163,7 @@ def test_admission_reports_if_only_alpha_keeps_engines_idle(
     [
         ({}, {}, 3),
         ({"outstanding": 3}, {}, 3),
-        ({"outstanding": 4}, {}, 3),  # alpha reaches no further
+        ({"outstanding": 4}, {}, 3),  # async_ratio allows no later batch
         ({"outstanding": 4}, {"async_ratio": 2.0}, 4),
         ({"outstanding": 4}, {"async_ratio": 2.0, "max_batches_ahead": 1.5, "on_stale": "drop"}, 3),
         ({"due": BatchesToForm(3, (1,), 10)}, {}, 1),
@@ -182,7 +182,7 @@ def test_next_started_prompt_belongs_to_the_expected_batch(
 @pytest.mark.parametrize(
     ("unscored", "most", "scores"), [(0, None, True), (999, None, True), (4, 5, True), (5, 5, False), (6, 5, False)]
 )
-def test_full_queue_of_unscored_responses_starts_no_prompt(unscored: int, most: int | None, scores: bool) -> None:
+def test_no_prompt_starts_while_max_unscored_responses_wait(unscored: int, most: int | None, scores: bool) -> None:
     room = rooms(unscored=unscored, limits={"max_unscored": most})
     assert (room.scores, room.opens, room.is_backlogged) == (scores, scores, not scores)
     assert not room.is_held

@@ -1,4 +1,6 @@
-"""Advantages, aggregation and packing against values by hand; losses are in `contracts/test_objectives.py`."""
+"""Tests of advantages, aggregation and packing against hand calculations. `contracts/test_objectives.py` tests the
+losses.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_group_advantages_match_a_hand_calculation() -> None:
 
 @pytest.mark.parametrize("part", [{}, {"scale": "none"}, {"baseline": "leave-one-out", "scale": "none"}])
 def test_branches_of_a_response_do_not_change_its_advantage(part: dict[str, object]) -> None:
-    """Group 0 has the rewards 1, 0, 0, and its first episode has three branches, which get its advantage."""
+    """Group 0 has the rewards 1, 0, 0. The three branches of its first episode get the advantage of this episode."""
     config = Advantage.model_validate(part)
     plain = found_by(REWARDS[:3], GROUPS[:3], COUNTS[:3], **part)
     rewards, tokens = torch.tensor([1.0, 1, 1, 1, 0, 0], dtype=F64), torch.ones(6, dtype=torch.int64)
@@ -55,7 +57,9 @@ def test_branches_of_a_response_do_not_change_its_advantage(part: dict[str, obje
 
 
 def test_leave_one_out_advantages_match_a_hand_calculation() -> None:
-    """An advantage is the reward minus the mean of the other rewards: 1 - 0, 0 - 1/2. A single response has zero."""
+    """An advantage is the reward minus the mean of the other rewards: 1 - 0, 0 - 1/2. The advantage of a single
+    response is zero.
+    """
     expected = [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
     assert found_by(baseline="leave-one-out", scale="none") == pytest.approx(expected, abs=1e-12)
     alone = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1])
@@ -97,7 +101,7 @@ def test_equal_rewards_give_advantage_zero(baseline: str, scale: str, dtype: tor
 
 
 def test_overlong_penalty_matches_a_hand_calculation() -> None:
-    """At most 10 tokens are allowed; the last 4 cost 0.25 each."""
+    """At most 10 tokens are allowed. Each of the last 4 tokens costs 0.25."""
     counts = torch.tensor([0, 6, 7, 8, 10, 12])
     assert penalize_overlong(counts, 10, 0.4).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1], abs=1e-12)
     assert penalize_overlong(counts, 10, 0.0).tolist() == [0.0] * 6
@@ -121,7 +125,7 @@ def test_group_advantages_do_not_need_adjacent_rows() -> None:
     ],
 )
 def test_loss_aggregation_matches_a_hand_calculation(aggregation: str, weights: list[float]) -> None:
-    """Rows of 1, 0 and 3 tokens, at most 10: the row without tokens does not count in averages."""
+    """The rows have 1, 0 and 3 tokens, of at most 10. Averages ignore the row without tokens."""
     assert row_weights(torch.tensor([1, 0, 3]), aggregation, 10).tolist() == pytest.approx(weights, abs=1e-15)
 
 
@@ -169,7 +173,7 @@ def test_packed_responses_share_one_prompt() -> None:
         "110001",
     ]
     assert micro.seen[1, 0, :3].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
-    assert bool(micro.seen.any(-1).all())  # padding attends to padding, so each token attends to one at least
+    assert bool(micro.seen.any(-1).all())  # padding attends to padding, so each token attends to at least one
 
 
 @given(
@@ -211,7 +215,7 @@ def test_every_sampled_token_is_packed_once_with_its_context(
 
 
 @pytest.mark.parametrize(("baseline", "scale"), [("none", "group"), ("none", "batch"), ("batch", "group")])
-def test_advantage_scale_must_fit_the_baseline(baseline: str, scale: str) -> None:
+def test_advantage_scale_that_does_not_fit_is_refused(baseline: str, scale: str) -> None:
     """With such a scale, a group of four correct answers would have an advantage of 10,000."""
     with pytest.raises(ValidationError, match=rf'scale = .{scale}.: with the baseline "{baseline}", equal rewards'):
         Advantage.model_validate({"baseline": baseline, "scale": scale})
@@ -230,8 +234,8 @@ def test_whitening_matches_a_hand_calculation() -> None:
 
 
 @pytest.mark.parametrize(("baseline", "scale"), [("batch", "none"), ("batch", "batch"), ("none", "whiten")])
-def test_rows_without_tokens_do_not_count_in_the_baseline(baseline: str, scale: str) -> None:
-    """All rows with tokens have the same reward; a rounded mean must not make a difference."""
+def test_baseline_ignores_rows_without_tokens(baseline: str, scale: str) -> None:
+    """All rows with tokens have the same reward, so their advantages are exactly zero, although the mean is rounded."""
     part = Advantage.model_validate({"baseline": baseline, "scale": scale})
     rewards_R, tokens_R = torch.tensor([0.9, 0.9, 0.0, 0.9]), torch.tensor([3, 5, 0, 4])
     found_R = compute_advantages(part, rewards_R, torch.tensor([0, 0, 1, 1]), tokens_R, 8)
@@ -257,7 +261,7 @@ def test_loss_weight_of_a_single_token_is_one() -> None:
 
 
 def test_response_joins_a_packed_row_only_if_that_saves_work() -> None:
-    """Behind a prompt of one token, long responses would waste attention on each other."""
+    """If long responses shared the row of a prompt with one token, attention between them would be wasted work."""
     short, long = [trajectory([1] * 50, [2] * 3, i) for i in range(4)], [trajectory([1], [2] * 50, i) for i in range(4)]
     data = BatchRows.of(batch_of(short, long))
     lines = pack_lines(data, range(8), 1000, Sharing(2, prefixes=False))
@@ -266,7 +270,7 @@ def test_response_joins_a_packed_row_only_if_that_saves_work() -> None:
     assert [line.rows for line in pack_lines(data, range(4), 57, Sharing(2, prefixes=False))] == [
         (0, 1),
         (2, 3),
-    ]  # 57 tokens is the longest line
+    ]  # a line has at most 57 tokens
 
 
 def test_micro_batches_contain_all_rows_within_the_token_limit() -> None:

@@ -1,4 +1,4 @@
-"""A value that is computed once."""
+"""Tests of `AsyncOnce`, a value that is computed once for all callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bias of objectives where the true gradient is known: corrections reduce the bias; only exact weights remove it."""
+"""Tests of the bias of objectives with a known true gradient: corrections reduce it; only exact weights remove it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_exact_importance_weights_have_no_bias(staleness: float, seed: int) -> N
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_only_sign_weights_bias_an_on_policy_gradient(kind: str) -> None:
+def test_on_policy_gradient_is_biased_only_by_sign_weights(kind: str) -> None:
     assert (Bandit(0.0).found(preset(kind)).bias < 1e-9) == (kind != "weighted-topr")
 
 

@@ -1,6 +1,6 @@
-"""A learner that starts without weights, as before a restore, equals any other learner once it has loaded weights.
+"""Tests that a learner that starts without weights, as before a restore, equals any other learner after a load.
 
-The worst possible memory is simulated: every parameter starts as NaN.
+The worst content of uninitialized memory is simulated: every parameter starts as NaN.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def begun(folder: Path, **given: Any) -> TorchLearner:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
 def test_every_architecture_can_start_with_empty_weights(name: str, dtype: str, tmp_path: Path) -> None:
-    """Buffers that no file holds, such as tables of positions, are also there, and float32 exceptions stay float32."""
+    """Buffers that no file contains, such as position tables, exist too. Parameters that must be float32 stay so."""
     model_of(name).save_pretrained(tmp_path)
     made, other = begun(tmp_path, dtype=dtype), begun(tmp_path, dtype=dtype, trained=False, blank=True, seed=4)
     assert other.sharing is None
@@ -63,8 +63,8 @@ def test_every_architecture_can_start_with_empty_weights(name: str, dtype: str, 
 
 
 @pytest.mark.parametrize("part", [{"objective": {"kind": "ppo"}}, {"lora": {"rank": 4}}], ids=["critic", "LoRA"])
-def test_random_weights_of_new_parts_do_not_depend_on_the_model(folder: Path, part: Mapping[str, Any]) -> None:
-    """A critic's head, an adapter and all later draws are the same, whatever the model has drawn."""
+def test_new_parts_get_equal_random_weights_in_a_blank_model(folder: Path, part: Mapping[str, Any]) -> None:
+    """A critic's head, an adapter and all later random numbers are the same with and without a blank model."""
     found = []
     for blank in (False, True):
         made = begun(folder, trained=False, blank=blank, train=part)
@@ -75,8 +75,8 @@ def test_random_weights_of_new_parts_do_not_depend_on_the_model(folder: Path, pa
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_empty_model_is_checked_once_weights_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test asks if the model can share tokens and if its head can be run alone; it runs only once."""
+def test_empty_model_is_checked_after_its_first_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check finds out whether responses can share the tokens of a prompt. It runs only once."""
     seen: list[bool] = []
 
     def tried(model: Any, *_: Any) -> None:

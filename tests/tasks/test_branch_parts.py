@@ -1,4 +1,4 @@
-"""The parts of a branch: a branch reads like its parts in order, and a turn joins no earlier tokens."""
+"""Tests that a branch contains its parts in order, and that a new turn does not copy earlier parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollflow.tasks.scorers.base import Score
 from tests.tasks.test_turns import Scripted, Step, play
 
 PROMPT = ModelInput.of((7, 8))
-# of each part: whether the policy generated it, its number of tokens, and whether the branch is read after it
+# for each part: whether the policy generated it, its number of tokens, and whether the branch is read after it
 PARTS = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.booleans()), max_size=8)
 
 
@@ -45,7 +45,7 @@ def test_branch_contains_its_parts_in_order(parts: list[tuple[bool, int, bool]])
 
 
 class Watched(Scripted):
-    """Notes how many parts the branch has after its last turn."""
+    """Records the number of parts of the branch after its last turn."""
 
     parts = 0
 

@@ -1,4 +1,4 @@
-"""Branches of an episode: every sampled token is delivered once, with its context, and the episode counts once."""
+"""Tests of the branches of an episode: each sampled token is delivered once, and the branches count as one episode."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Step:
 
 @dataclass
 class Sampler:
-    """A policy whose tokens are all different; remembers the whole context of each sampled token."""
+    """A policy that samples each token only once, and records the whole context of each token."""
 
     sampled: dict[int, tuple[int, ...]] = field(default_factory=dict)  # token -> all tokens before it
     numbers: Any = field(default_factory=lambda: count(1000))
@@ -167,7 +167,7 @@ def test_branch_equals_its_parent_up_to_the_branch_point(steps: list[Step]) -> N
 
 
 class Rewriting(Environment):
-    """Forgets the middle of its conversation after each turn, and gives each turn a reward."""
+    """Begins each later turn in a new branch with the last three tokens of the response, and rewards each turn."""
 
     async def play(self, episode: Episode) -> Score | None:
         for number in range(3):
@@ -211,7 +211,7 @@ def test_run_with_branches_counts_each_episode_once() -> None:
             assert group.episode_rewards == [one.reward + 0.75 for one in group.trajectories if one.branch is None]
 
 
-def test_oldest_token_mode_counts_staleness_by_branch() -> None:
+def test_staleness_from_the_oldest_token_is_counted_by_branch() -> None:
     pipeline = run_rewriting("oldest", choices={"staleness_from": "oldest-token"})
     assert audit(pipeline.store).clean
     for one in [t for _, batch in trained(pipeline.store) for g in batch.groups() for t in g.trajectories]:
@@ -281,7 +281,7 @@ def test_branch_with_a_missing_parent_can_be_read() -> None:
         ([-1], "-1 is not a token of the policy"),
     ],
 )
-def test_branch_that_cannot_be_read_is_an_error(tokens: list[int], reason: str) -> None:
+def test_branch_with_wrong_or_too_many_tokens_is_refused(tokens: list[int], reason: str) -> None:
     class Wrong(Environment):
         async def play(self, episode: Episode) -> Score | None:
             episode.start_branch(tokens)

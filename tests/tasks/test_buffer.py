@@ -1,4 +1,4 @@
-"""The buffer, compared with a simple implementation of the same decisions."""
+"""Compares the buffer of finished groups with a simple implementation of the same decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def group(prompt: int, started: int) -> TrajectoryGroup:
 
 
 def keys(buffer: TrajectoryBuffer) -> list[GroupKey]:
-    """Draw waiting groups, sorted by rank."""
+    """Return the keys of the waiting groups, in the order of the buffer."""
     return [waiting.group.key for waiting in buffer._groups]
 
 
@@ -23,7 +23,7 @@ STARTS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12)
 
 
 @given(starts=STARTS, bound=st.sampled_from([0.0, 0.5, 1.0, 2.5, 5.0]), order=st.randoms(use_true_random=False))
-def test_buffer_counts_the_groups_for_later_batches(
+def test_counts_of_the_buffer_equal_a_simple_implementation(
     starts: list[tuple[int, bool]], bound: float, order: object
 ) -> None:
     buffer, ranks = TrajectoryBuffer(), []
@@ -40,7 +40,9 @@ def test_buffer_counts_the_groups_for_later_batches(
 
 
 @given(starts=STARTS, count=st.integers(0, 6), oldest=st.integers(0, 3), in_order=st.booleans())
-def test_buffer_takes_groups_in_order(starts: list[tuple[int, bool]], count: int, oldest: int, in_order: bool) -> None:
+def test_buffer_takes_fresh_groups_by_rank_or_issue_order(
+    starts: list[tuple[int, bool]], count: int, oldest: int, in_order: bool
+) -> None:
     buffer = TrajectoryBuffer()
     for prompt, (started, awaited) in enumerate(starts):
         buffer.add(group(prompt, started), len(starts) - prompt, awaited=awaited)

@@ -1,4 +1,4 @@
-"""The cache queue: who is admitted, who keeps a claim, and what engines find in their KV caches."""
+"""Tests of the cache queue: which episodes are admitted, which keep their tokens, and what the KV caches contain."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_next_turn_of_an_episode_precedes_new_episodes() -> None:
         [other] = [lane for lane in lanes if lane is not home]
         assert await (await begin(queue, "b", 10)) is other
         park(queue, home, "a", 10)
-        assert await (await begin(queue, "c", 10, priority=-1)) is home  # which has a free slot
+        assert await (await begin(queue, "c", 10, priority=-1)) is home  # `home` has a free slot
         waiting, back = await begin(queue, "d", 10, priority=-5), await begin(queue, "a", 12)
-        park(queue, other, "b", 10)  # frees a slot, which the new episode gets
+        park(queue, other, "b", 10)  # the new episode d gets the free slot
         assert await waiting is other
         assert not back.done()
         late = await begin(queue, "e", 10, priority=-9)
@@ -128,7 +128,7 @@ def test_episode_larger_than_a_cache_runs_alone() -> None:
 
 
 def test_shrinking_episodes_are_not_expected_to_shrink_further() -> None:
-    """Branches make the episodes shorter, but three turns of the others may still let them grow."""
+    """A branch has shortened an episode by 40 tokens. Later turns are expected to add 0 tokens, and not -40."""
 
     async def run() -> None:
         queue, [lane] = queue_of(100)
@@ -177,7 +177,7 @@ def test_cache_reservations_end_with_their_engine(how: str) -> None:
 def test_random_episodes_end_and_leave_no_cache_reservations(
     capacity: int, engines: int, slots: int, seed: int, deaths: int
 ) -> None:
-    """Episodes play drawn turns while engines join and die; whoever is admitted beside others fits."""
+    """Episodes play drawn turns while engines join and die. Episodes that share a cache always fit into it."""
     draw = random.Random(seed)
 
     async def play(queue: CacheQueue, number: int) -> None:
@@ -251,7 +251,7 @@ def test_cache_evicts_the_episode_whose_turn_ended_first() -> None:
     async def run() -> None:
         engine = await started(engine_of(kv_tokens=45))
         for episode in "abc":
-            await engine.generate(turn_of(episode, 5, ord(episode)))  # each keeps 15 tokens
+            await engine.generate(turn_of(episode, 5, ord(episode)))  # each episode keeps 15 tokens
         await engine.generate(turn_of("d", 5, 9))
         assert (await engine.generate(turn_of("c", 15, 1))).cached == 15
         assert (await engine.generate(turn_of("a", 15, 2))).cached == 0

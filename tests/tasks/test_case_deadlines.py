@@ -1,4 +1,4 @@
-"""Adaptive deadlines of test cases: the formula, anchors from correct programs alone, and false kills."""
+"""Tests of adaptive deadlines of test cases: the formula, anchors (times of correct programs), and false kills."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SECONDS = st.floats(0.01, 100)
 @pytest.mark.parametrize(
     ("anchor", "deadline"),
     [
-        (None, 30.0),  # nobody was correct yet
+        (None, 30.0),  # no program was correct yet
         (0.1, 2.0),  # 1.5 x 0.1 is below T_min
         (4 / 3, 2.0),
         (4.0, 6.0),
@@ -78,7 +78,7 @@ def test_deadline_is_at_least_the_longest_correct_time(
 
 
 @given(row=st.dictionaries(st.text(max_size=5), st.lists(st.integers() | st.text(max_size=5), max_size=4), max_size=4))
-def test_test_case_key_is_the_same_after_json(row: dict[str, Any]) -> None:
+def test_key_of_a_row_is_the_same_after_a_json_round_trip(row: dict[str, Any]) -> None:
     assert name_row(json.loads(json.dumps(row))) == name_row(row)
     assert name_row({**row, "another": 1}) != name_row({**row, "another": 2})
 
@@ -87,7 +87,7 @@ def test_test_case_key_is_the_same_after_json(row: dict[str, Any]) -> None:
     seconds=st.dictionaries(st.integers(0, 20), SECONDS),
     counts=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
 )
-def test_deadline_report_is_unchanged_by_json(seconds: dict[int, float], counts: tuple[int, int, int]) -> None:
+def test_deadline_report_survives_a_json_round_trip(seconds: dict[int, float], counts: tuple[int, int, int]) -> None:
     report = DeadlineReport("row", seconds, *counts)
     assert DeadlineReport.of_columns(json.loads(json.dumps(report.to_columns()))) == report
     anchors = CaseAnchors()
@@ -97,7 +97,7 @@ def test_deadline_report_is_unchanged_by_json(seconds: dict[int, float], counts:
     assert anchors.list_row("row").keys() == seconds.keys()
 
 
-def test_killed_programs_are_drawn_at_the_configured_rate() -> None:
+def test_killed_programs_are_rechecked_at_the_configured_rate() -> None:
     drawn = sum(is_drawn(0.05, "row", str(number)) for number in range(20_000))
     assert 850 < drawn < 1150
     assert not any(is_drawn(0.0, str(number)) for number in range(100))
@@ -105,7 +105,7 @@ def test_killed_programs_are_drawn_at_the_configured_rate() -> None:
 
 
 class Desk:
-    """Scores programs one after another as a worker does, and keeps the anchors as the reward actor does."""
+    """Scores programs in turn, like a worker, and keeps the anchors (longest correct times), like the reward actor."""
 
     def __init__(self, adaptive: AdaptiveDeadline | None = ADAPTIVE, anchors: CaseAnchors | None = None) -> None:
         self.sandboxes, self.anchors = PlannedSandboxes(), anchors or CaseAnchors()
@@ -176,7 +176,7 @@ async def kill_and_recheck(desk: Desk, *programs: str) -> list[Score]:
 
 
 class RunsByTurns:
-    """Sandboxes that cannot communicate. The program takes 3 and 4 seconds, and its tests take 0.1 seconds."""
+    """Sandboxes that cannot communicate. The program runs for 4 and then 3 seconds, and its tests for 0.1 seconds."""
 
     capabilities: frozenset[Capability] = frozenset()
 
@@ -210,14 +210,14 @@ async def kill_twice(desk: Desk) -> list[Score]:
 
 
 def test_wrongly_killed_program_raises_the_deadline() -> None:
-    """Without this a slow but correct solution would be killed for ever, because a killed program is no anchor."""
+    """Otherwise, a slow but correct program would always be killed, because a killed program gives no anchor."""
     desk = Desk()
     first, killed, again = run_virtual(kill_twice(desk))
     assert (first.value, killed.value, again.value) == (1.0, 0.0, 1.0)
     assert desk.sandboxes.timeouts == [30.0, 2.0, 30.0, 7.5]
 
 
-def test_killed_cases_are_not_rechecked_at_a_share_of_zero() -> None:
+def test_no_killed_case_is_rechecked_if_recheck_is_zero() -> None:
     desk = Desk(AdaptiveDeadline(recheck=0.0))
     run_virtual(kill_and_recheck(desk, "1 7", "5 7"))
     assert (desk.anchors.kills, desk.anchors.rechecked) == (1, 0)
@@ -243,7 +243,7 @@ async def break_sandboxes(desk: Desk) -> None:
     await desk.recheck()
 
 
-def test_recheck_in_a_broken_sandbox_does_not_count() -> None:
+def test_recheck_in_a_broken_sandbox_is_not_counted() -> None:
     desk = Desk()
     run_virtual(break_sandboxes(desk))
     assert (desk.anchors.kills, desk.anchors.rechecked, desk.anchors.false_kills) == (2, 0, 0)

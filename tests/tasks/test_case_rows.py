@@ -1,4 +1,4 @@
-"""Test cases of programs are checked before a run: a case that no program can pass is refused by its row."""
+"""Tests of the check of test cases before a run: the error about a case that no program can pass names its row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(path: Path, **keys: Any) -> list[Any]:
 
 
 def write(folder: Path, *cases: Any) -> Path:
-    """Write a row for each list of cases; a row needs no answer, because the scorer does without."""
+    """Write a row for each list of cases; a row needs no answer, because the scorer does not read it."""
     lines = (json.dumps({"question": "Add one.", "cases": found}) + "\n" for found in cases)
     (path := folder / "mine.jsonl").write_text("".join(lines))
     return path
@@ -116,7 +116,7 @@ def test_error_names_the_section_of_the_reference_column(tmp_path: Path) -> None
 
 
 def test_test_cases_in_a_table_are_read_as_lists_or_json(tmp_path: Path) -> None:
-    """In a Parquet file every case has the keys of all forms, which are null where the case has another form."""
+    """In a Parquet file, every case has the keys of all forms. The keys of other forms are null."""
     forms = [{"stdin": "1", "stdout": "2"}, {"assert": "assert f(1) == 2"}, {"call": "f", "expected": 2}]
     pq.write_table(pa.Table.from_pylist([{"question": "Add one.", "cases": forms}]), tmp_path / "mine.parquet")
     [(*printed, called)] = read(tmp_path / "mine.parquet")

@@ -1,4 +1,4 @@
-"""A change of any config key is recorded and holds for the resumed run, or is refused in one sentence.
+"""Tests that a change of any config key is recorded and applies to the resumed run, or is refused in one sentence.
 
 Keys and values are drawn from the config's own schema, so a key that is added later is tested, too.
 """
@@ -51,7 +51,7 @@ VALUES = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Make a run of two versions, with a batch that waits."""
+    """Make a run with two trained versions, and with a batch that waits to be trained."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -121,7 +121,7 @@ def test_every_changed_key_takes_effect_or_is_refused(run: RunContext, tmp_path:
 
 
 def preflighted(context: RunContext, override: str) -> bool:
-    """Change the run; returns false if this machine lacks what the change needs."""
+    """Change the config of the run; return False if this machine lacks what the change needs."""
     try:
         record_change(context, [override])
     except ConfigError:

@@ -1,4 +1,6 @@
-"""The channel: bounded, leased, idempotent, refilled from the store, never a voided batch."""
+"""Tests of the channel of batches: it is bounded, keeps unacknowledged batches, is refilled from the store, ignores
+repeated calls, and never returns a voided batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from rollflow.tasks.runtime.clock import run_virtual
 
 @dataclass
 class Stored:
-    """`Source` from a table: number -> entry, payload."""
+    """A `Source` that reads batches from a table: batch number -> log entry, payload."""
 
     batches: dict[int, tuple[int, str]] = field(default_factory=dict)
     reads: int = 0
@@ -117,7 +119,7 @@ def test_channel_never_returns_a_voided_batch() -> None:
         del stored.batches[0]
         with pytest.raises(TimeoutError):
             await made.lease(0, 1)
-        await made.put(0, "a", 1)  # repeated by a scheduler that does not know that it succeeded
+        await made.put(0, "a", 1)  # repeated by a scheduler that does not know that its first put succeeded
         waiting = asyncio.create_task(made.lease(0, 60))
         await asyncio.sleep(5)
         stored.batches[0] = (1, "b")
@@ -162,7 +164,7 @@ def test_announced_policy_version_ends_the_wait_for_it() -> None:
         await made.announce(1)
         assert await waiting == 1
         assert asyncio.get_running_loop().time() == pytest.approx(5)
-        assert await made.wait_version(1, 7) == 1  # nothing new: what is known
+        assert await made.wait_version(1, 7) == 1  # no newer version: the known version is returned
         assert asyncio.get_running_loop().time() == pytest.approx(12)
 
     run_virtual(main())

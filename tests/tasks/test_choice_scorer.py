@@ -1,4 +1,4 @@
-"""The verifier `choice` on responses that choose, do not choose, or choose several letters."""
+"""Tests of the verifier `choice` on responses that choose one, no or several letters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The effect of each choice of the scheduler, on a virtual clock, with one test per promise of a config key."""
+"""Tests the effects of the scheduler's config keys, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DROP: Any = {"on_stale": "drop"}
 
 
 def ran(**kwargs: Any) -> tuple[Pipeline, float]:
-    """Run a pipeline to its end and audit it; return it with its virtual seconds."""
+    """Run a pipeline to its end and audit it; return the pipeline, and the virtual seconds that it took."""
 
     async def timed() -> tuple[Pipeline, float]:
         pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), **kwargs)
@@ -82,7 +82,7 @@ def test_redundant_prompts_shorten_a_step_and_are_reissued() -> None:
     assert waiting | trained == set(range(pipeline.state.issued[0]))  # every preempted prompt will be issued again
 
 
-def test_first_group_size_responses_to_end_are_kept() -> None:
+def test_group_keeps_the_first_group_size_responses_to_end() -> None:
     common = {"versions": 20, "async_ratio": 0.0, "slots": 64, "group_size": 4, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
@@ -98,7 +98,7 @@ def test_slow_prompts_get_their_own_batch() -> None:
     pipeline, _ = ran(versions=40, groups=6, async_ratio=0.0, slots=64, sigma=1.5, choices=choices)
     made = commits(pipeline)
     attempts = [{key.attempt > 0 for key in commit.groups} for commit in made]
-    assert attempts.count({True}) >= 5  # long rounds have only preempted prompts
+    assert attempts.count({True}) >= 5  # long rounds (for slow prompts) have only preempted prompts
     assert {False, True} not in attempts[:-1]
     # the last round takes the waiting prompts, and only extra groups do not fit into it
     assert len(pipeline.state.open) <= 1
@@ -119,7 +119,7 @@ def test_batch_of_slow_prompts_has_no_redundant_prompts() -> None:
     issued = [order.next_issue(1), order.next_issue(1)]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(4, 1)]
     assert all(issue.awaited and issue.responses == 1 for issue in issued)
-    assert order.next_issue(1).key == GroupKey(6, 0)  # the tail is empty
+    assert order.next_issue(1).key == GroupKey(6, 0)  # no slow prompt is waiting
 
 
 def test_last_batch_contains_all_preempted_prompts() -> None:
@@ -144,7 +144,7 @@ def spoken(pipeline: Pipeline) -> dict[tuple[int, int], tuple[int, ...]]:
 
 
 def test_preempted_prompt_gets_the_same_response_lengths_again() -> None:
-    """With other draws a preempted group would usually get shorter responses, a bias of extra groups."""
+    """With new draws, preempted groups would usually get shorter responses, so redundant groups would bias lengths."""
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     plain, _ = ran(**common)
     pipeline, _ = ran(**common, choices={"redundant_groups": 8, **DROP})
@@ -190,7 +190,7 @@ def test_preemption_counts_of_finished_prompts_are_deleted() -> None:
 @pytest.mark.parametrize("reason", list(DiscardReason))
 @pytest.mark.parametrize("tokens", [0, 7])
 def test_only_preempted_running_prompts_count_as_slow(reason: DiscardReason, tokens: int) -> None:
-    """An engine's death, a corrupt batch, or a request that had no time to start does not count."""
+    """An engine's death, a corrupt batch, or a request that had no time to start does not make a prompt slow."""
     order = IssueOrder(limits_for(tail_batching=True), Cursor((9,), (0,)), [])
     order.note_discard(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
     slow = tokens > 0 and reason in (DiscardReason.REDUNDANT, DiscardReason.STALE)
@@ -266,7 +266,7 @@ def test_filter_that_keeps_no_prompt_fails_with_advice() -> None:
 
 
 def test_staleness_can_count_from_the_oldest_token() -> None:
-    """A request that waits inside an engine during an update has its first token under a newer version."""
+    """A request that waits inside an engine during an update gets its first token from the newer version."""
     choices = {"staleness_from": "oldest-token"}
     pipeline, _ = ran(versions=20, async_ratio=2.0, choices=choices)
     for batch in batches(pipeline):
@@ -274,7 +274,7 @@ def test_staleness_can_count_from_the_oldest_token() -> None:
             assert all(t.started_version == min(v for v in t.versions if v >= 0) for t in group.trajectories)
 
 
-def test_time_that_alpha_keeps_engines_idle_is_measured() -> None:
+def test_idle_time_caused_by_async_ratio_is_measured() -> None:
     common = {"versions": 10, "slots": 8, "train_seconds": 2.0, "max_inflight_groups": 10**6}
     (bound, seconds), (free, _) = (ran(**common, async_ratio=alpha, choices={"slots": 8}) for alpha in (1.0, 100.0))
     assert 0.5 * seconds < bound.scheduler.counts.held.seconds < seconds
@@ -289,7 +289,7 @@ def test_time_the_learner_waits_for_slow_responses_is_measured() -> None:
     assert free.scheduler.counts.waited.seconds == 0.0
 
 
-def test_dropped_responses_are_counted_with_their_tokens() -> None:
+def test_tokens_of_dropped_responses_are_counted() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32}
     dropping, _ = ran(**common, choices=DROP)
     slow = [d for commit in commits(dropping) for d in commit.discards if d.slow]

@@ -1,4 +1,4 @@
-"""Tests of what a file's rows become: rows chosen by difficulty, near duplicates left out, templates."""
+"""Tests of how rows become questions: choice of rows by difficulty, removal of near duplicates, and templates."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_near_duplicate_index_finds_questions_with_shared_words(held: list[str],
     assert NearIndex([Question(asked, "", {})]).find(Question(asked, "", {})) == [0]
 
 
-def test_sums_that_share_one_sequence_are_no_near_duplicates() -> None:
+def test_sums_that_share_one_sequence_are_not_near_duplicates() -> None:
     """In the first sum, only the sequence 3 + 2 is rare among the held-out sums."""
     index = NearIndex([Question(text, "", {}) for text in ("3+2+4=", "1+2+4=", "5+2+6=")])
     assert index.find(Question("7+3+2=", "", {})) == []

@@ -1,4 +1,4 @@
-"""A process that calls a verifier itself closes it: no process of a sandbox is left."""
+"""Tests that a process that calls a verifier directly also closes the verifier, so that no sandbox process is left."""
 
 from __future__ import annotations
 

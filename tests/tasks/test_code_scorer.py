@@ -1,4 +1,4 @@
-"""The scorer of programs, in real sandboxes: right programs pass, wrong and cheating programs fail."""
+"""Tests of the scorer of programs, in real sandboxes: right programs pass, wrong and cheating programs fail."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_right_program_is_correct(scorer: CodeScorer, form: str) -> None:
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-async def test_cheating_program_is_wrong(scorer: CodeScorer, cheat: str) -> None:
+async def test_cheating_program_gets_the_outcome_wrong(scorer: CodeScorer, cheat: str) -> None:
     for form in CASES:
         score = await judge(scorer, CHEATS[cheat], CASES[form])
         assert (score.value, score.outcome) == (0.0, Outcome.WRONG), (form, score.reason)
@@ -266,7 +266,7 @@ class BrokenSandboxes:
         self.left, self.error = failures, error
 
     async def run(self, program: Program, files: Any = None) -> ExecResult:
-        """Fail, or say that the program has printed 3."""
+        """Fail, or return the result of a program that has printed 3."""
         from rollflow.tasks.sandboxes.base import ProgramEnd
 
         if self.left:
@@ -277,7 +277,9 @@ class BrokenSandboxes:
 
 @pytest.mark.parametrize("error", [SandboxFailed, OSError])
 @pytest.mark.parametrize(("failures", "outcome"), [(TRIES - 1, Outcome.CORRECT), (TRIES, Outcome.UNJUDGED)])
-async def test_only_a_failed_sandbox_is_unjudged(failures: int, outcome: Outcome, error: type[Exception]) -> None:
+async def test_response_is_unjudged_only_if_every_sandbox_try_fails(
+    failures: int, outcome: Outcome, error: type[Exception]
+) -> None:
     scorer = CodeScorer(CodeReward(), BrokenSandboxes(failures, error))  # type: ignore[arg-type]
     assert (await judge(scorer, RIGHT["print"], CASES["print"])).outcome is outcome
 
@@ -303,8 +305,8 @@ async def test_human_eval_solutions_pass_and_broken_ones_fail(scorer: CodeScorer
             assert wrong.outcome is Outcome.WRONG, (problem["task_id"], wrong.reason)
 
 
-async def test_program_that_ends_its_unsafe_sandbox_is_wrong() -> None:
-    """Without isolation a program can kill the process that watches it; it would otherwise never be judged."""
+async def test_program_that_ends_its_unsafe_sandbox_gets_outcome_wrong() -> None:
+    """Without isolation, a program can kill the process that watches it, and would otherwise never be judged."""
     scorer = CodeScorer(CodeReward(sandbox=UnsafeProcessSandbox(spares=0)))
     await scorer.start()
     score = await judge(scorer, "import os\nos.kill(os.getppid(), 9)", {"stdin": "", "stdout": "1"})
@@ -315,7 +317,7 @@ async def test_program_that_ends_its_unsafe_sandbox_is_wrong() -> None:
 
 
 def test_response_is_unjudged_while_no_sandbox_starts() -> None:
-    """A server that is away when a worker starts is no fault of the response."""
+    """The response is not at fault if the sandbox server is unavailable when a worker starts."""
     away = RunCodeSandbox(url="http://127.0.0.1:9/run_code", tries=1)
     verify = build_verifier(CodeReward(sandbox=away))
     score = score_response(verify, "all", f"```python\n{ADD}\n```", {"cases": [CASES["call"]]})

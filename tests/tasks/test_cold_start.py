@@ -1,4 +1,4 @@
-"""A cold start ends near its target, for any seed, any size and any machine's rounding."""
+"""Tests that a cold start ends near its target accuracy, for any seed, any size and any machine's rounding."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_cold_start_ends_near_the_target(tmp_path: Path, seed: int, target: floa
 
 @pytest.mark.long
 def test_cold_start_above_its_target_returns_to_earlier_weights(tmp_path: Path) -> None:
-    """The only evaluation comes long after the target, so bisection starts from the first weights."""
+    """The first evaluation comes long after the target was reached, so bisection starts from the first weights."""
     started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
     step, first = started.seen[0]
     assert step == 120
@@ -92,7 +92,7 @@ def test_cold_start_above_its_target_returns_to_earlier_weights(tmp_path: Path) 
 
 @pytest.mark.long
 def test_cold_start_never_ends_below_the_target(tmp_path: Path) -> None:
-    """With four questions, the policy answers at least one right."""
+    """With four questions, at least one answer is right, because a lower accuracy would be below the target."""
     config = tiny(0, 0.01)
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"prompts": 4})})
     assert Started(tmp_path, few).accuracy >= 0.25
@@ -107,7 +107,7 @@ def test_cold_start_with_an_unreachable_target_fails(tmp_path: Path) -> None:
 
 
 def test_sources_further_from_the_target_get_more_demonstrations(tmp_path: Path) -> None:
-    """A domain at the target gets a tenth of the demonstrations of a domain that answers nothing right."""
+    """A domain that has reached the target gets a tenth of the demonstrations of a domain with accuracy 0."""
     sources = [{"kind": "sorting", "digits": 3}, {"kind": "column-sums", "reward": "sums"}]
     rewards = {"rewards": {"sums": {"kind": "exact", "answer": "tag"}}}
     config = parse_config({**tiny(0, 0.3).model_dump(include={"policy"}), "prompts": sources, **rewards})

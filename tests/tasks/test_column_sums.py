@@ -1,4 +1,4 @@
-"""Sums by columns: correct steps, no repeated question in any order of its numbers, and stable tokens."""
+"""Tests of column sums: steps are correct, held-out sums are trained on in no order, and phrases are single tokens."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def tokenizer(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Po
 
 
 def test_digits_and_phrases_are_single_tokens(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
-    """Different cuts of the same phrase, or digits in pairs, would hide the columns."""
+    """Several tokenizations of the same phrase, or tokens of two digits, would hide the columns."""
     source = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     for asked in map(source.demonstration, range(ASKED)):
         for text in (asked.text, asked.answer):

@@ -1,4 +1,4 @@
-"""A composite reward with a judge or a reward model as a part: steps, sums, versions, actors and refusals."""
+"""Tests of composite rewards with a judge or a reward model as a part: steps, sums, versions, actors and refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def composite(**keys: Any) -> CompositeReward:
 
 
 class FixedScorer(Scorer):
-    """Gives every response the same score, and notes the requests."""
+    """Gives every response the same score, and records the requests."""
 
     def __init__(self, score: Score | Exception) -> None:
         self._score = score
@@ -76,7 +76,9 @@ class FixedScorer(Scorer):
 
 
 async def score_steps(config: CompositeReward, **scores: Score | Exception) -> tuple[Score, list[str]]:
-    """Score one response of three tokens, whose parts get these scores; return the names of the asked parts, too."""
+    """Score one response with parts that give these scores; return its score, and the names of the parts that were
+    called.
+    """
     parts = {name: FixedScorer(score) for name, score in scores.items()}
     scorer = CompositeScorer(config, parts, lambda tokens, special: "the text")
     await scorer.start()
@@ -108,8 +110,10 @@ GATED = {"parts": {"style": {"scorer": JUDGE}, "answer": MATHS, "minus": {"weigh
     ("answer", "value", "outcome"),
     [(WRONG, 0.0, Outcome.WRONG), (UNJUDGED, 0.0, Outcome.UNJUDGED), (FAILED, -0.5, Outcome.UNPARSABLE)],
 )
-async def test_part_of_a_decided_response_is_not_called(answer: Score, value: float, outcome: Outcome) -> None:
-    """A closed gate, an unjudged part and a failed part each decide the score."""
+async def test_no_further_part_is_called_once_the_score_is_decided(
+    answer: Score, value: float, outcome: Outcome
+) -> None:
+    """The score is decided by a required part that is not correct, by an unjudged part, and by a failed part."""
     config = composite(**GATED, requires=["answer", "style"])
     found, asked = await score_steps(config, style=RIGHT, answer=answer, minus=WRONG)
     assert (found.value, found.outcome) == (value, outcome)
@@ -220,8 +224,8 @@ async def test_judge_is_asked_only_about_right_answers(folder: Path) -> None:
 
 
 @pytest.mark.long
-async def test_composite_part_after_the_deadline_scores_lowest(folder: Path) -> None:
-    """A worker's deadline is no way out of a negative weight, and costs no call of the judge."""
+async def test_response_after_the_deadline_gets_the_lowest_value(folder: Path) -> None:
+    """A response that exceeds the worker's deadline does not escape a negative weight, and the judge is not called."""
     with judge_server(lambda *_: verdict(score=5)) as server:
         hangs = {"kind": "import", "path": "tests.support.scoring_functions:one"}
         parts = {"own": {"weight": -1.0, "scorer": hangs}, "style": {"scorer": judge_of(server)}}
@@ -264,7 +268,7 @@ async def test_part_of_a_judge_has_its_own_section_and_usage(folder: Path) -> No
         await scorer.close()
 
 
-# --- the config, and what else must see the parts ---------------------------------------------------------------------
+# --- the config, and other code that must know the parts --------------------------------------------------------------
 
 TASTE = {"kind": "composite", "parts": {"answer": MATHS, "taste": {"scorer": {**MODEL, "workers": 2, "cpus": 3}}}}
 

@@ -1,4 +1,4 @@
-"""The verifier `composite`: sums, gates, parts and failures, worked by hand."""
+"""Tests of the verifier `composite` against hand calculations: sums, required parts and failures."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_composite_score_keeps_its_parts_by_name() -> None:
     assert "maths: 42 equals 42" in found.reason
 
 
-def test_sum_counts_only_if_the_required_part_is_correct() -> None:
+def test_score_is_zero_unless_the_required_part_is_correct() -> None:
     keys: dict[str, Any] = {"parts": {"maths": ANSWER, "short": SHORT}, "requires": ["maths"]}
     right, wrong, none = (score(response, **keys) for response in ("42", "41", r"\boxed{42"))
     assert (right.value, right.outcome) == (1.25, Outcome.CORRECT)
@@ -106,7 +106,7 @@ def test_failure_of_a_reward_part_scores_zero(name: str) -> None:
 
 
 def test_failed_part_of_negative_weight_gets_the_lowest_score() -> None:
-    """A response gets no more because a part fails or is late."""
+    """A response gets no higher score because a part fails or is late."""
     parts = {"maths": ANSWER, "own": part("one", weight=-1.0), "rules": RULES}
     found = score("42", {**ROW, "raises": True}, parts=parts)
     assert (found.value, found.outcome) == (-1.5, Outcome.UNPARSABLE)
@@ -127,7 +127,7 @@ def test_threshold_of_a_part_decides_if_the_part_is_correct() -> None:
 
 @pytest.mark.parametrize("pool", [RewardPool, ConcurrentPool])
 async def test_response_that_stops_its_scorer_gets_the_lowest_score(pool: type[WorkerPool], tmp_path: Path) -> None:
-    """Without its worker nobody knows whether the response has its format."""
+    """If the worker has ended, it is unknown whether the response has the required format."""
     keys = {"parts": {"maths": ANSWER, "rules": RULES}, "format": {"penalty": 0.125}}
     config = CompositeReward.model_validate(keys)
     more = [] if pool is RewardPool else [build_verifier(config)]
@@ -268,7 +268,7 @@ def test_length_penalty_is_stored_beside_the_weighted_sum(unit: str, amount: flo
     assert finish_score(score, config, response, 5).value == 1.25 or unit == "characters"
 
 
-def test_correctness_threshold_counts_all_penalties() -> None:
+def test_correctness_threshold_applies_after_all_penalties() -> None:
     keys = {"format": {"pattern": "x", "penalty": 0.25}, "length_penalty": RISING, "correct_from": 0.5}
     config = ExactReward.model_validate(keys)
     found = [finish_score(Score(1.0), config, "y", tokens) for tokens in (10, 15, 20)]
@@ -277,7 +277,7 @@ def test_correctness_threshold_counts_all_penalties() -> None:
 
 
 def test_unread_response_gets_all_penalties_in_full() -> None:
-    """Nobody read the response, which may be as long as it likes."""
+    """The response was not read, so it may have any length and any format."""
     keys = {"format": {"pattern": "x", "penalty": 0.25}, "length_penalty": RISING}
     assert ExactReward.model_validate(keys).unread_value == -0.75
 

@@ -1,4 +1,4 @@
-"""A changed config is recorded once or refused by key, and every version is trained under its own config."""
+"""Tests that a changed config is recorded once or refused by key, and that versions are trained with their config."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_learning_rates_follow_the_config_of_each_version(tmp_path: Path) -> Non
 
 
 def test_restore_replays_versions_of_an_older_config(tmp_path: Path) -> None:
-    """The base has the state; the versions after the base were trained under the earlier config."""
+    """Only the base version has a stored learner state; later versions were trained with the earlier config."""
     context = prepare_small(tmp_path, versions=5, state_every=4, keep_last=9)
     train_small(context, until=3)
     record_change(again(context), ["train.learning_rate=0.01"])
@@ -204,7 +204,7 @@ def test_config_change_to_longer_responses_is_refused(short: RunContext, tmp_pat
 
 
 def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
-    """More frequent evaluations request no pruned version; the last version before the change was evaluated."""
+    """After a change to more frequent evaluations, no version is evaluated whose weights are already deleted."""
     context = prepare_small(tmp_path, versions=3)
     train_small(context)
     record_change(again(context), ["versions=7", "evaluation.every=2"])
@@ -255,7 +255,7 @@ def test_batch_keys_may_be_changed_if_no_batch_waits(short: RunContext, tmp_path
 
 
 class Killed(BaseException):
-    """The process was killed."""
+    """Raised in place of a kill of the process."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the write", "after it"])
@@ -263,7 +263,7 @@ class Killed(BaseException):
 def test_config_change_interrupted_by_a_kill_is_made_once(
     short: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: int, after: bool
 ) -> None:
-    """The command is killed before or after each of its entries; repeated, it makes one change."""
+    """The command is killed before or after it appends a log entry. After a repetition, there is one change."""
     context = copy_run(short, tmp_path / "small")
     place = entry_path(again(context).log.state.n + 1 + entry)
     create = LocalStore.create

@@ -1,4 +1,4 @@
-"""The context length and the probe length of a policy, from its config.json alone."""
+"""Tests of the context length and the number of probe tokens of a policy, which follow from its config.json alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scaled(kind: str, **more: object) -> dict[str, Any]:
         ({"text_config": {"max_position_embeddings": 99}, "vision_config": {"max_position_embeddings": 7}}, 99),
         (scaled("linear"), 8192),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2.0}}, 4096),
-        (scaled("linear") | {"model_type": "gemma3_text"}, 2048),  # its length is scaled already
+        (scaled("linear") | {"model_type": "gemma3_text"}, 2048),  # its length already includes the factor
         (scaled("yarn", original_max_position_embeddings=512), 2048),
         (scaled("llama3", original_max_position_embeddings=512), 2048),
         (scaled("dynamic"), 2048),

@@ -1,4 +1,4 @@
-"""No text of a tool or of an environment becomes a control token; other texts keep the tokens of the tokenizer."""
+"""Tests that no text of a tool or an environment becomes a control token, and that other texts keep their tokens."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def ask(tokenizer: PolicyTokenizer, domain: str = "chat") -> Prompt:
 
 @given(TEXTS, st.sampled_from(["chat", "plain"]), st.booleans())
 def test_tool_result_is_rendered_without_control_tokens(text: str, domain: str, framed: bool) -> None:
-    """The oracle renders a harmless text, which it replaces in the decoded tokens."""
+    """The expected result is a rendered harmless text that is replaced by the real text after decoding."""
     tokenizer = open_policy()
     renderer, prompt = PolicyRenderer(tokenizer, {"chat"}), ask(tokenizer, domain)
     more = {"frame": RESULT_FRAME} if framed else {}
@@ -192,7 +192,7 @@ def test_environment_message_adds_no_control_tokens() -> None:
 
 
 def test_unprotected_tool_result_would_add_control_tokens() -> None:
-    """The test of the test: without marks, the tokenizer reads the text as an end of turn."""
+    """Check that the other tests can fail: without protection, the tokenizer reads the text as an end of turn."""
     tokenizer = open_policy()
     assert any(count_control(tokenizer, tokenizer.encode_response(EVIL)).values())
 

@@ -1,4 +1,4 @@
-"""Messages extend an episode by tokens, or by a branch if the chat template changes earlier answers."""
+"""Tests that messages extend an episode by tokens, or begin a branch if the chat template changes earlier answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ BEGINS = CHAT.replace("<|turn|>assistant\n{% endif %}", "<|turn|>assistant\n<thi
 
 
 class Asking(Environment):
-    """After each answer, a message of the given role follows; records whether it fits."""
+    """An environment that adds a message of the next given role after each answer, and records whether the message
+    fits.
+    """
 
     def __init__(self, roles: list[str]) -> None:
         self.roles, self.fits = roles, list[bool]()
@@ -88,7 +90,7 @@ def play(
         (TEMPLATE, "2", ["user", "user"], 1),  # no thought, so nothing changes
         (TEMPLATE, THOUGHT, ["user", "user"], 3),
         (TEMPLATE, THOUGHT, ["tool", "user", "tool"], 2),
-        (BEGINS, "2", ["user"], 1),  # the thought that the prompt begins cannot be taken back
+        (BEGINS, "2", ["user"], 1),  # the thought that the prompt begins cannot be removed
     ],
 )
 def test_branch_begins_where_the_template_changes_an_answer(
@@ -118,7 +120,7 @@ def test_messages_too_long_for_the_episode_are_not_added(tmp_path: Path) -> None
     assert one.response_tokens >= length
 
 
-def test_messages_before_the_first_answer_are_an_error(tmp_path: Path) -> None:
+def test_messages_before_the_first_answer_are_refused(tmp_path: Path) -> None:
     class Early(Environment):
         async def play(self, episode: Episode) -> Score | None:
             episode.extend(QUESTION)
@@ -156,4 +158,4 @@ def test_long_messages_are_tokenized_in_a_thread(tmp_path: Path, length: int) ->
     [one] = play(tokenizer, Long(), "2", longest=10**6, renderer=renderer)
     assert renderer.threads == [length < LONG, True]
     first, second, third = one.turn_starts or ()
-    assert one.tokens[first:second] == one.tokens[second:third]  # both ways give the same tokens
+    assert one.tokens[first:second] == one.tokens[second:third]  # the tokens are the same with and without a thread

@@ -1,4 +1,4 @@
-"""The critic: GAE and the clipped loss by hand, its gradient by the plain formula, and its training."""
+"""Tests of the critic: GAE and the clipped loss against hand calculations, its gradient, and its training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_reward_is_at_the_last_token_and_kl_at_every_token() -> None:
-    """Rows of two tokens, none, and one."""
+    """The rows have two, zero and one tokens."""
     found = token_rewards(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0.1, 0.2, 0.3]), np.array([0, 2, 2, 3]))
     assert found.tolist() == pytest.approx([-0.1, 0.8, -0.3], abs=1e-7)
 
@@ -44,7 +44,7 @@ def test_token_advantages_match_a_hand_calculation() -> None:
 
 
 def test_token_rewards_are_float64() -> None:
-    """GAE adds up thousands of rewards."""
+    """They must be float64, because GAE adds up thousands of rewards."""
     found = token_rewards(torch.tensor([0.1]), torch.tensor([0.1, 0.2]), np.array([0, 2]))
     assert found.dtype == torch.float64
     assert found.tolist() == [-float(np.float32(0.1)), float(np.float32(0.1)) - float(np.float32(0.2))]
@@ -89,7 +89,7 @@ def test_critic_update_follows_the_plain_formula(folder: Path, model: str) -> No
     made.critic.optimized.adamw.step = noted  # type: ignore[method-assign,assignment]
     data = some_batch(seed=3)
     metrics = made.step(data, 1)
-    if model == "head":  # on the policy's hidden states after its own update
+    if model == "head":  # computed from the policy's hidden states after its own update
         decoder.load_state_dict(made.model.get_decoder().state_dict())
     loss = plain_loss(values, decoder if model == "head" else values.decoder, data)
     loss.backward()
@@ -113,7 +113,7 @@ def plain_loss(values: torch.nn.Module, decoder: object, data: TrajectoryBatch) 
 
 @pytest.mark.parametrize("model", ["own", "head"])
 def test_critic_learns_the_rewards(folder: Path, model: str) -> None:
-    """The first token of an answer tells if it is right, and the policy hardly moves."""
+    """The first token of an answer determines its reward, and the policy hardly changes."""
     made = learner(folder, objective=PPO, critic={"model": model, "learning_rate": 0.01}, learning_rate=1e-12)
     first, *_, last = [made.step(batch(0), version % 10) for version in range(60)]
     assert first["explained_variance"] == first["value_mean"] == 0.0
@@ -135,7 +135,7 @@ def test_new_critic_starts_from_the_current_policy(folder: Path) -> None:
 
 
 def test_critic_changes_the_policy_only_through_its_values(folder: Path) -> None:
-    """At the first version all values are zero, whatever the critic's rate; at the second they differ."""
+    """At the first version, the values are zero for any learning rate of the critic; at the second, they differ."""
     slow, fast = (learner(folder, objective=PPO, critic={"learning_rate": rate}) for rate in (1e-12, 1e-2))
     for made in (slow, fast):
         made.step(batch(0), 0)

@@ -1,4 +1,4 @@
-"""Runs whose weights are stored as deltas have the weights of other runs, whoever publishes, restarts or reads them."""
+"""Tests that runs that store weights as deltas have the same weights as other runs, in stores and in engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TRAINS: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """Return a function that prepares a run of a policy in bfloat16, most of whose weights no step changes."""
+    """Return a function that prepares a run of a bfloat16 policy. A train step changes only a few of its weights."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
 
     def prepared(run_id: str, full_every: int, train: Mapping[str, Any] | None = None, **store: object) -> RunContext:
@@ -62,7 +62,7 @@ def with_deltas(context: RunContext) -> list[int]:
 
 @pytest.mark.parametrize("train", [pytest.param(keys, id=name) for name, keys in TRAINS.items()])
 def test_weights_are_the_same_with_and_without_deltas(small: Prepare, train: Mapping[str, Any]) -> None:
-    """A sharded learner stores all weights whole."""
+    """A sharded learner stores no deltas, but all weights."""
     whole, context = small("whole", 1, train), small("deltas", 4, train)
     for one in (whole, context):
         train_small(one)
@@ -88,7 +88,7 @@ def test_learner_that_dies_and_restarts_publishes_deltas(small: Prepare) -> None
 
 
 def test_damaged_delta_is_replaced_by_training_again(small: Prepare) -> None:
-    """The learner stores the whole file, which readers and the audit accept in place of the delta."""
+    """The learner stores the whole file. Readers and the audit accept it in place of the delta."""
     context = small("small", 10)
     train_small(context, 4)
     version = context.policies.find(4)
@@ -113,7 +113,7 @@ def bits(sampler: FixedShapeSampler) -> dict[str, list[int]]:
 def test_transformers_engine_loads_only_changed_elements(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
 ) -> None:
-    """The engine may skip versions. A full version, and an older version, are loaded whole."""
+    """The engine may skip versions. It loads all elements of a version that is stored whole, or that is older."""
     context = small("small", 4)
     train_small(context)
     engines = [FixedShapeSampler(context.policy_folder, torch.bfloat16, 4, ()) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Demonstrations are played in the run's environment before the run, and a note names the first difference."""
+"""Tests of the check that plays demonstrations in the environment before a run, and notes the first difference."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ OTHER = DemonstratedTurn("a", ({"role": "user", "content": "=2:"},))
         ((DemonstratedTurn("?", (FIRST,)), B), "its episode did not end within 0.5 s"),
     ],
 )
-def test_first_difference_is_named(
+def test_note_names_the_first_difference_of_a_demonstration(
     turns: tuple[DemonstratedTurn, ...], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Countdowns, "turns", turns)
@@ -113,7 +113,7 @@ def test_first_difference_is_named(
     assert [note.removesuffix(demonstration_check.ADVICE) for note in notes] == told
 
 
-def test_environment_that_blocks_its_thread_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_reports_an_environment_that_blocks_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Countdowns, "turns", (DemonstratedTurn("~", (FIRST,)), B))
     monkeypatch.setattr(demonstration_check, "SECONDS", 0.1)
     monkeypatch.setattr(demonstration_check, "MARGIN", 0.1)
@@ -122,13 +122,13 @@ def test_environment_that_blocks_its_thread_is_named(tmp_path: Path, monkeypatch
     assert [one for one in threading.enumerate() if one.name == "environment"], "the environment has ended by itself"
 
 
-def test_language_model_of_an_environment_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demonstration_check_calls_no_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Countdowns, "turns", (OTHER, B))
     endpoints = {"user": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
     assert find_notes(tmp_path, monkeypatch, environment={**OWN["environment"], "endpoints": endpoints}) == []
 
 
-def test_limit_below_the_demonstrated_turns_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_names_a_limit_below_the_demonstrated_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Countdowns, "turns", (A, B))
     (note,) = find_notes(tmp_path, monkeypatch, environment={**OWN["environment"], "max_turns": 1})
     assert "its episode ends after 1 of 2 turns (" in note
@@ -136,6 +136,8 @@ def test_limit_below_the_demonstrated_turns_is_named(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["frozen-lake", "sokoban"])
-def test_demonstrations_of_games_fit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demonstrations_of_games_fit_their_environments(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     games = {"prompts": [{"kind": kind, "moves": 6}], "environment": {"kind": kind, "max_turns": 10}}
     assert find_notes(tmp_path, monkeypatch, **games, engine={"kind": "timed", "max_new_tokens": 28}) == []

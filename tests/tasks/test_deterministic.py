@@ -1,4 +1,4 @@
-"""`train.deterministic` changes no bit on a CPU. A GPU's part of the state is simulated."""
+"""Tests that the key `train.deterministic` changes no bit on a CPU. The state of a GPU is simulated."""
 
 from __future__ import annotations
 

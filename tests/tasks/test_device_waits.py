@@ -1,4 +1,4 @@
-"""An update on a GPU launches its micro-batches without reading a value between them, since reading waits.
+"""Tests that an update on a GPU reads no values between its micro-batches, because each read waits for the GPU.
 
 The tests run on the CPU, where reads can be counted.
 """
@@ -23,7 +23,7 @@ from tests.support.tiny_policy import make_policy, make_weights
 
 
 class Reads(TorchDispatchMode):
-    """Count values read from tensors, and passes through the model: transformers reads one value in each pass."""
+    """Counts values that are read from tensors, and passes through the model. Transformers reads one value per pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_device_reads_do_not_grow_with_the_micro_batches(folder: Path) -> None:
 
 def test_device_reads_do_not_grow_with_the_chunks_of_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = watch_step(folder, 10**6)
-    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * 320)  # a token at a time
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * 320)  # one token at a time
     chunked = watch_step(folder, 10**6)
     assert chunked.calls > 2 * whole.calls, "the head has not been split"
     assert chunked.reads == whole.reads
@@ -70,7 +70,7 @@ def test_diagnostics_stay_on_the_device_until_read() -> None:
     tokens = MaskedTokens(
         logp_M=one_M, behaviour_M=one_M, advantage_M=one_M, row_M=one_M.long(), entropy_M=one_M, reference_M=one_M
     )
-    Diagnostics(0).add(tokens, TokenLoss(one_M, one_M.bool()), one_M.int())  # reads nothing
+    Diagnostics(0).add(tokens, TokenLoss(one_M, one_M.bool()), one_M.int())  # would fail if it read a value
 
 
 def test_tensor_sent_to_the_device_arrives_there() -> None:

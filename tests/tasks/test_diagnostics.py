@@ -1,4 +1,4 @@
-"""The diagnostics of a version's update, by hand: by age, over the tokens that they claim to cover."""
+"""Tests of the diagnostics of an update against hand calculations, for all tokens and by the age of their version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def added(seen: Diagnostics, ratios: list[float], versions: list[int], clipped: 
 
 
 def test_training_diagnostics_match_a_hand_calculation() -> None:
-    """Version 7 is trained: tokens of versions 7, 7 and 5, in two micro-batches."""
+    """Version 7 is trained on tokens of versions 7, 5 and 7, in two micro-batches."""
     seen = Diagnostics(7)
     added(seen, [1.0, 2.0], [7, 5], [False, True], [1.0, 1.0])
     added(seen, [0.5], [7], [True], [-1.0])

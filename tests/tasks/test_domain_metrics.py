@@ -1,4 +1,4 @@
-"""Metrics of a batch by domain and by reward part, worked by hand."""
+"""Tests of the metrics of a batch by domain (prompt source) and by reward part, against hand calculations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_metrics_of_a_prompt_source_are_means_over_its_rows() -> None:
 
 
 def test_reward_part_metrics_are_means_over_rows_with_the_part() -> None:
-    """A row without the part, such as one of another scorer or a constraint that was not asked for, does not count."""
+    """Rows without the part are ignored, for example rows of another scorer or rows without a constraint."""
     found = metrics(
         rows(0, "sums", {"reward_parts": {"answer": 1.0, "short": 0.5}}, {"reward_parts": {"answer": 0.0}}, {}),
         rows(1, "words", {"reward_parts": {"answer": 0.25, "rules.punctuation:no_comma": 1.0}}),
@@ -72,7 +72,7 @@ def test_batch_without_reward_parts_has_no_part_metrics() -> None:
 
 
 def test_number_of_reward_part_metrics_is_bounded() -> None:
-    """A scorer that names each part differently must not grow the log; the most frequent parts are kept."""
+    """A scorer that gives each part a new name must not fill the log. The most frequent parts are kept."""
     given = [{"reward_parts": {"answer": 1.0, f"odd{number:03d}": 0.0}} for number in range(2 * MOST_PARTS)]
     found = metrics(rows(0, "sums", *given), domains=("sums",))
     parts = [name for name in found if name.startswith("part_")]

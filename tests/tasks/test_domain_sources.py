@@ -1,4 +1,4 @@
-"""The questions of the recipe `domains`: their answers are right, and wrong answers are not."""
+"""Tests of the questions of the recipe `domains`: demonstrated answers pass their scorer, and wrong answers do not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_product_of_held_out_numbers_is_not_trained_on() -> None:
 
 @pytest.mark.parametrize("kind", [LinePrograms, WordLists])
 def test_held_out_questions_are_not_trained_on(kind: type[LinePrograms | WordLists]) -> None:
-    """With at most two steps or words there are few questions, so a leak would show."""
+    """With at most two steps or words, there are so few questions that any held-out one in training would be found."""
     source = kind(seed=1, held_out=200, most=2)
     held = {question.key for question in source.held_out(200)}
     assert len(held) == 200

@@ -1,4 +1,4 @@
-"""Learners with randomly drawn config: any combination of `[train]` keys; another learner continues from the state."""
+"""Tests that a learner with any combination of `[train]` keys can continue from the stored state of another one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DRAWN: dict[type[Section], set[str]] = {}  # the drawn keys of each section
 
 
 def of(section: type[Section], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw some keys of a section; those with only a few values are taken from its fields."""
+    """Draw some keys of a section: the `given` keys, and all keys with few values (booleans and literals)."""
     few = {n: info.annotation for n, info in section.model_fields.items() if _few(info.annotation) and n not in RANKS}
     keys = {**{name: st.from_type(kinds) for name, kinds in few.items()}, **given}  # type: ignore[arg-type]
     DRAWN[section] = set(keys)
@@ -127,7 +127,7 @@ def valid(tree: dict[str, Any], dtype: str) -> TrainConfig | None:
 
 
 def play(seed: int) -> TrajectoryBatch:
-    """Return a batch of episodes of two turns: their first token, and the others behind a token of the environment."""
+    """Return a batch of episodes with two turns: one token, and the tokens after a token of the environment."""
     groups = []
     for number, group in enumerate(batch(seed).groups()):
         rows = []
@@ -153,7 +153,7 @@ def go_on(folder: Path, config: TrainConfig, dtype: str, temperature: float) -> 
     assert made.first_nonfinite() is None
     stored = saved(made)
     expected = made.step(play(2), 2), saved(made)
-    torch.rand(3)  # the generator is part of the state
+    torch.rand(3)  # changes the random generator, which the state must restore
     other.load(*stored)
     assert (other.step(play(2), 2), saved(other)) == expected
 

@@ -1,4 +1,4 @@
-"""Policy folders with randomly drawn faults: each is refused in one sentence, or trained exactly as it is.
+"""Tests policy folders with random faults: each folder is refused in one sentence, or trained exactly as it is.
 
 An accepted folder gives a version 0 with the folder's own tensors, and an engine whose log-probs equal the learner's.
 There is no third outcome: neither another exception nor an unreported difference.
@@ -35,7 +35,7 @@ from tests.support.refused import refused
 
 KINDS = ("llama", "qwen3", "gemma2")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-NEAR = 1e-4  # nats between engine and learner, for weights far larger than trained ones
+NEAR = 1e-4  # largest difference of log-probs between engine and learner, for weights far larger than trained ones
 DRAWN = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 Change = Callable[[Path], None]
 
@@ -184,7 +184,7 @@ def tokenizer_faults(folder: Path) -> st.SearchStrategy[Change]:
     )
 
 
-# --- what comes of them -------------------------------------------------------------------------------------
+# --- the outcome of the faults ------------------------------------------------------------------------------
 
 
 def checked(folder: Path, **prompts: object) -> Preflight | None:
@@ -216,7 +216,7 @@ def trains_what_it_is(found: Preflight, folder: Path, stored: Path) -> None:
     given, first = load_file(folder / "model.safetensors"), {}
     for file in version.glob("*.safetensors"):
         first |= load_file(file)
-    for name, tensor in given.items():  # one of two tied tensors is stored, whichever the folder has
+    for name, tensor in given.items():  # version 0 has one of two tied tensors, whichever the folder has
         other = first.get(name, first.get(EMBEDDING))
         assert other is not None, name
         assert torch.equal(other, tensor.float()), name
@@ -313,7 +313,9 @@ def test_check_and_run_refuse_a_recipe_with_equal_errors(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_actor_processes_end_with_exit_code_2(command: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_check_and_run_end_with_exit_code_2_for_a_bad_folder(
+    command: str, folders: Mapping[str, Path], tmp_path: Path
+) -> None:
     for fault, change in FAULTS.items():
         folder = tmp_path / fault
         shutil.copytree(folders["llama"], folder)

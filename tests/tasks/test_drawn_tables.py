@@ -1,4 +1,4 @@
-"""Drawn bad tables: in every format each is refused by one sentence that names the file, the row and the column."""
+"""Tests random invalid tables in every format: each is refused in one sentence that names the file, row and column."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(data=st.data())
 def test_random_bad_table_value_is_refused_with_its_row_number(form: str, data: st.DataObject, place: Path) -> None:
-    """The rest of the column has the same type, so that a table of one type a column can be written."""
+    """All values of the column have the same type, because some formats need one type for each column."""
     count = data.draw(st.integers(1, 12))
     bad = data.draw(st.integers(0, count - 1))
     column = data.draw(st.sampled_from(["problem", "solution"]))
@@ -113,7 +113,7 @@ def test_random_bad_table_value_is_refused_with_its_row_number(form: str, data: 
     assert sentence is not None
     unit = "line" if form in ("jsonl", "csv") else "row"
     assert f": {unit} {first}: " in sentence
-    # the scorer's own sentence about an empty answer speaks of the answer
+    # the scorer's own sentence about an empty answer names the answer, and not the column
     assert f"column {column!r}" in sentence or (kind in ("null", "empty") and "the answer is empty" in sentence)
 
 
@@ -122,7 +122,7 @@ def test_random_bad_table_value_is_refused_with_its_row_number(form: str, data: 
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(data=st.data())
 def test_randomly_damaged_prompt_file_is_refused_or_read(form: str, data: st.DataObject, place: Path) -> None:
-    """A cut or overwritten file never ends in another error than a sentence."""
+    """A cut or overwritten file is read, or refused in one sentence. It causes no other error."""
     content = FORMATS[form]([{"problem": f"{n} + 1?", "solution": str(n + 1)} for n in range(8)])
     at = data.draw(st.integers(0, len(content) - 1))
     piece = data.draw(st.binary(max_size=4))

@@ -1,5 +1,6 @@
-"""Engines in Ray actors: messages arrive unchanged, a new owner takes over, the requests of a dead or stuck actor
-continue elsewhere, and busy time is counted."""
+"""Tests of engines in Ray actors: messages arrive unchanged, a new owner takes over, requests of a dead or stuck actor
+continue on another engine, and busy time is counted.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_engine_messages_are_unchanged_after_packing() -> None:
 
 @pytest.mark.slow
 async def test_new_scheduler_takes_the_engine_over(ray_node: None) -> None:
-    """As after the death of the first owner's process, this owner's requests end, and their ids are free again."""
+    """The requests of the first owner end, as after the death of its process, and their ids can be used again."""
     first = RayEngine.spawn(TIMED, None)
     await first.start()
     old = asyncio.create_task(first.generate(GenerationRequest("same-id", ModelInput.of((3,)), 1000, seed=1)))
@@ -82,7 +83,7 @@ async def test_new_scheduler_takes_the_engine_over(ray_node: None) -> None:
 
 @pytest.mark.slow
 async def test_dead_engine_is_restarted_within_its_actor(ray_node: None) -> None:
-    """The new engine has no weights, and the client of the dead one can tell. An actor that answers is not killed."""
+    """The new engine has no weights, and the client of the dead engine notices. An actor that answers is not killed."""
     actor = RayEngine.spawn(TIMED, None).actor
     old = RayEngine(actor, keep_actor=True)
     await old.start()
@@ -112,7 +113,7 @@ async def pid(engine: RayEngine) -> int:
 
 
 async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferenceProxy]:
-    """Create engines that may be silent for this long."""
+    """Create an engine for each of these limits on its silence, and a proxy for all engines."""
     actors = [RayEngine.spawn(TIMED, None).actor for _ in silent_seconds]
     engines = [
         RayEngine(actor, name=f"engine-{i}", silent_seconds=seconds)
@@ -186,7 +187,7 @@ async def test_busy_time_counts_only_running_requests(ray_node: None) -> None:
 
 
 @pytest.mark.slow
-async def test_bad_request_fails_alone_and_restart_is_harmless(ray_node: None, tmp_path: Path) -> None:
+async def test_bad_request_fails_alone_and_restart_keeps_the_weights(ray_node: None, tmp_path: Path) -> None:
     engine = RayEngine.spawn(TransformersEngineConfig(), make_policy(tmp_path / "policy"))
     await engine.start()
     await engine.update(0, Here(make_weights(tmp_path / "0", seed=0)))
@@ -236,7 +237,7 @@ async def test_new_scheduler_may_replace_the_owner_of_an_engine(ray_node: None) 
 
 @pytest.mark.slow
 async def test_instant_responses_end_on_the_actors_event_loop(ray_node: None) -> None:
-    """Ray's loop is uvloop, where a timer that is due already reports no due time."""
+    """On Ray's event loop, uvloop, a timer that is already due reports no due time."""
     config = TimedEngineConfig(max_concurrent_requests=8, max_new_tokens=4, seconds_per_token=0.0, update_seconds=0.0)
     engine = RayEngine.spawn(config, None)
     await engine.start()

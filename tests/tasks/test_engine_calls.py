@@ -1,5 +1,6 @@
-"""Calls to an engine in an actor: whatever is cancelled, slow or repeated, each caller gets its own whole response, and
-requests that no caller waits for end."""
+"""Tests of calls to an engine in an actor. Whatever is cancelled, slow or repeated, each caller gets its own whole
+response. A request for which no caller waits is ended.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +54,11 @@ class Called:
 
     @property
     def idle(self) -> bool:
-        """Return whether no request has left anything in client or actor."""
+        """True if no request has left anything in the client or the actor."""
         return not (self.inner.active or self.inner._runs or self.actor._have or self.engine._waiting)
 
     def asked(self, id: str, seed: int, tokens: int = 100) -> asyncio.Task[Generation]:
-        """Start a response."""
+        """Request a response, and return the task that waits for it."""
         return asyncio.create_task(self.engine.generate(GenerationRequest(id, ModelInput.of((3,)), tokens, seed=seed)))
 
 
@@ -158,7 +159,7 @@ def test_dead_engine_is_freed_once_its_requests_run_elsewhere() -> None:
         gc.enable()
 
 
-# --- drawn ------------------------------------------------------------------------------------------------------
+# --- random calls -----------------------------------------------------------------------------------------------
 
 IDS = st.sampled_from("abc")
 STEPS = st.one_of(
@@ -172,11 +173,11 @@ STEPS = st.one_of(
 
 @dataclass
 class Asked:
-    """A requested response and what is known of it."""
+    """A requested response, with its task and the expected result."""
 
     task: asyncio.Task[Generation]
     whole: Generation
-    may_end: bool = False  # it may have ended early
+    may_end: bool = False  # True if the response may have ended early
 
 
 class Caller:

@@ -1,4 +1,4 @@
-"""Limits of an episode: turns, tokens and the environment's time. Each ends the episode with a reason."""
+"""Tests of the limits of an episode: turns, tokens and the environment's time. Each ends the episode with a reason."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def play(environment: Environment, limits: EpisodeLimits, said: int = 5, text: s
 def play_score(
     environment: Environment, limits: EpisodeLimits, said: int = 5, text: str = ""
 ) -> tuple[Score, tuple[Trajectory, ...]]:
-    """Play an episode; without a generation it has no trajectory."""
+    """Play an episode, and return its score and its trajectories. An episode without a generation has no trajectory."""
 
     async def ask(turn: Turn) -> VersionedGeneration:
         await asyncio.sleep(WAIT)
@@ -132,7 +132,7 @@ def test_limits_of_turns_and_tokens_end_an_episode(
 def test_time_of_the_environment_is_limited(
     limits: dict[str, float], work: dict[str, Any], late: str, *, stubborn: bool
 ) -> None:
-    """Waits for generations and scores, which take far longer here, do not count."""
+    """Waits for generations and scores, which take far longer here, are not part of the environment's time."""
     one = play(Working(stubborn=stubborn, **work), EpisodeLimits(**limits))  # type: ignore[arg-type]
     expected = f"the environment took more than environment.{late} s" if late else "done"
     assert (one.reason, one.outcome) == (expected, Outcome.TIMEOUT if late else Outcome.CORRECT)
@@ -155,7 +155,7 @@ def test_environment_setup_has_a_time_limit_of_its_own(setup: float, *, is_late:
 
 
 class Scoring(Environment):
-    """Scores what was reached at a limit, which is named before and after the refused turn."""
+    """Gives a score at a limit. `Episode.limit` names the limit before and after the refused turn."""
 
     async def play(self, episode: Episode) -> Score | None:
         while await episode.generate() is not None:
@@ -171,7 +171,7 @@ def test_environment_scores_an_episode_that_reached_a_limit() -> None:
 
 
 class Keeping(Working):
-    """Ends itself in time, as environments in worker processes do."""
+    """Has `keeps_deadlines`, like environments in worker processes, which enforce their own deadlines."""
 
     keeps_deadlines = True
 
@@ -214,7 +214,7 @@ def test_waiting_for_scores_does_not_use_up_time_limits() -> None:
 
 
 class SlowOnce(Working):
-    """The setup of the first episodes takes too long."""
+    """An environment whose setup takes too long in the first three episodes."""
 
     played = 0
 
@@ -235,7 +235,7 @@ def test_episodes_with_a_slow_setup_are_played_again() -> None:
 
 
 class KilledOnce(Working):
-    """The worker process of the first episodes is killed after a turn."""
+    """An environment whose worker process is killed after a turn in the first three episodes."""
 
     keeps_deadlines = True
     played = 0
@@ -259,7 +259,7 @@ def test_episodes_whose_process_was_killed_are_played_again() -> None:
 
 
 class Calling(Environment):
-    """One turn with an action."""
+    """Reads the action of a single turn."""
 
     async def play(self, episode: Episode) -> Score | None:
         made = await episode.generate()

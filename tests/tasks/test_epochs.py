@@ -55,7 +55,7 @@ class Source:
 
     @property
     def newest(self) -> EpochStarted:
-        """The newest epoch's entry."""
+        """The log entry of the newest epoch."""
         found = self.log.read(self.log.state.epochs[0].entry)
         assert found is not None
         assert isinstance(found.entry.body, EpochStarted)
@@ -67,7 +67,9 @@ class Source:
         return self.questions.order(epoch)[place]
 
     def commit(self, correct: Mapping[int, int], filtered: Sequence[int] = (), rated: bool = True) -> int:
-        """Issue prompts and commit them; `correct` has the correct responses of each prompt. Return the entry."""
+        """Issue prompts and commit them, and return the number of the log entry. `correct` maps prompts to numbers of
+        correct responses.
+        """
         prompts = range(self.issued, max(correct) + 1)
         self.issued = max(correct) + 1
         groups = tuple(TrainedGroup(one, 0, 0, 0, 7) for one in prompts if one not in filtered)
@@ -79,7 +81,7 @@ class Source:
 
 
 def refused_by_model(run: Source, body: EpochStarted | BatchCommitted) -> str:
-    """Return why the plain model of the log refuses an entry; "" if it accepts the entry."""
+    """Return why the simple model of the log, `read_log`, refuses an entry; "" if it accepts the entry."""
     return read_log(run.store).why_not("scheduler", run.writer.claim, BODY.dump_python(body, mode="json"))
 
 
@@ -146,7 +148,7 @@ def test_question_without_finished_responses_is_not_solved() -> None:
     assert run.newest.skipped == (run.question(0),)
 
 
-def test_voided_batches_do_not_count_for_solved_questions() -> None:
+def test_pass_rates_of_voided_batches_are_ignored() -> None:
     run = Source(4, every=9)
     run.start()
     entry = run.commit(dict.fromkeys(range(4), SIZE))
@@ -189,7 +191,7 @@ def test_prompt_outside_of_all_epochs_is_refused() -> None:
         run.epochs.locate(0, 3)
 
 
-def test_prompt_beyond_the_epoch_is_not_committed() -> None:
+def test_prompt_beyond_the_newest_epoch_is_refused() -> None:
     run = Source(3)
     run.start()
     with pytest.raises(EntryRefused, match="prompt 3 is beyond the newest epoch of source 0"):

@@ -1,4 +1,6 @@
-"""The engine that evaluates can run the policy: on a CPU the transformers engine, or else the run's own kind."""
+"""Tests that the evaluation engine can run the policy. On a CPU, it is the transformers engine if this can run the
+policy, and otherwise an engine of the run's own kind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations beside training: only the run's end waits for evaluations, and no evaluation is lost."""
+"""Tests of evaluations that run beside training: only the run's end waits for them, and no evaluation is lost."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def ran(beside: Beside | None, **choices: object) -> Pipeline:
 
 @pytest.mark.parametrize("alpha", [0.0, 2.0])
 def test_versions_are_published_during_an_evaluation(alpha: float) -> None:
-    """One evaluation takes 100 seconds, the whole training a few."""
+    """One evaluation takes 100 seconds, and the whole training only a few seconds."""
     beside = Beside()
     pipeline = ran(beside, async_ratio=alpha)
     assert beside.at == {0: LAST, 2: LAST, 4: LAST, 6: LAST}
@@ -124,7 +124,7 @@ def test_versions_are_published_during_an_evaluation(alpha: float) -> None:
     assert [(each.version, each.pinned, each.responses) for each in stored] == [(v, True, 8) for v in (0, 2, 4, 6)]
 
 
-def test_evaluations_do_not_change_training_at_alpha_zero() -> None:
+def test_evaluations_do_not_change_on_policy_training() -> None:
     def trained(beside: Beside | None, engines: int) -> list[bytes]:
         pipeline = ran(beside, async_ratio=0.0, engines=engines)
         found = [pipeline.policies.find(version).batch_entry for version in range(1, LAST + 1)]
@@ -277,9 +277,9 @@ def test_damaged_evaluation_is_repeated_and_hides_no_other(damaged: str) -> None
 
 
 def test_pass_at_k_matches_a_hand_example() -> None:
-    # of 4 responses 1 is right: of the 6 pairs, the 3 without it have none
+    # 1 of 4 responses is right, and 3 of the 6 pairs do not contain it
     assert [pass_at(k, 4, 1) for k in (1, 2, 3, 4)] == [1 / 4, 1 / 2, 3 / 4, 1.0]
-    # of 5, 2: of 10 pairs, 3 have none; of 10 triples, 1
+    # 2 of 5 responses are right; 3 of the 10 pairs and 1 of the 10 triples contain no right response
     assert [pass_at(k, 5, 2) for k in (1, 2, 3, 4)] == pytest.approx([0.4, 0.7, 0.9, 1.0], rel=1e-15)
     assert [pass_at(2, 4, right) for right in (0, 3, 4)] == [0.0, 1.0, 1.0]
 
@@ -304,7 +304,7 @@ def test_pass_at_k_of_many_responses_is_finite_and_grows() -> None:
     ("samples", "expected"),
     [
         (1, {}),
-        (4, {2: (0 + 1 / 2 + 5 / 6) / 3, 4: 2 / 3}),  # 0, 1, 2 of 4 are right
+        (4, {2: (0 + 1 / 2 + 5 / 6) / 3, 4: 2 / 3}),  # 0, 1 and 2 of 4 responses are right
         (6, {2: (0 + 1 / 3 + 9 / 15) / 3, 4: (0 + 2 / 3 + 14 / 15) / 3}),  # of 6; the pairs that have none: 10, 6
     ],
 )
@@ -329,7 +329,7 @@ def test_pass_at_k_uses_each_prompts_own_responses(samples: int, expected: dict[
     assert found.metrics == {"accuracy": found.accuracy, **{f"pass_at_{k}": v for k, v in found.pass_at.items()}}
 
 
-def test_stored_evaluation_is_read_back_even_an_old_one() -> None:
+def test_stored_evaluation_is_read_back_even_without_pass_at() -> None:
     run = MemoryStore(uuid4().hex)
     made = Evaluation(3, 0.5, 0.5, 8, 3.0, True, {2: 0.7, 4: 0.9})
     store_evaluation(run, made)
@@ -397,7 +397,7 @@ def test_version_without_weights_is_skipped_with_a_reason() -> None:
 
 @pytest.mark.parametrize(("away", "evaluated", "skipped"), [(60.0, [0, 2, 4, 6], []), (1e9, [], [0, 2, 4, 6])])
 def test_evaluation_is_repeated_while_its_judge_is_away(away: float, evaluated: list[int], skipped: list[int]) -> None:
-    """A judge that is away for a minute leaves no hole in the curve; one that never returns ends no run."""
+    """If the judge is away for a minute, all versions are evaluated. If it never returns, all versions are skipped."""
 
     class Away(Beside):
         async def _score(self, request: ScoreRequest) -> Score:

@@ -82,13 +82,13 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
         0,
         ge=0,
         le=100,
-        description="largest number of frames of an episode on the run's page; for the frames, the environment repeats "
-        "the actions of two episodes when the page is written",
+        description="largest number of frames (rendered states) of an episode on the run's page; for the frames, the "
+        "environment repeats the actions of two episodes when the page is written",
     )
 
     @property
     def shown_frames(self) -> int:
-        """The largest number of frames of an episode on the run's page."""
+        """The largest number of frames (rendered states) of an episode on the run's page."""
         return self.page_frames
 
     @model_validator(mode="after")
@@ -169,8 +169,8 @@ class GymnasiumEnvironment(ForeignEnvironment):
 
     rewards: Literal["episode", "turns"] = Field(
         "episode",
-        description="where the reward of a step goes: into the score of the episode, or to the turn of the step, so "
-        "that the objective can use the reward of each turn",
+        description="what the reward of a step is added to. episode: the score of the episode; turns: the turn of the "
+        "step, so that the objective can use the reward of each turn",
     )
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ import signal
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import FAILED, LONGEST_FAILURE, Score, make_storable
 
-# signals by which the system or a person ends a process, so that the policy cannot have caused the end
+# signals with which the system or a person ends a process; the policy cannot have caused such an end
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 

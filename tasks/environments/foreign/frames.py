@@ -1,7 +1,7 @@
 """Renders the environment of an episode after its reset and after each action, for people who look at the episode.
 
-Frames are taken only of an episode that a person plays, or of a stored episode that is replayed. The worker process of
-the environment renders; the episodes of a run are never rendered.
+Frames are taken only of an episode that a person plays, or of a stored episode that is replayed. The environment's
+worker process does the rendering. A run renders no episodes while it plays them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FrameTaker:
     """The frames of the newest episode of an environment. `reason` says why there are no further frames."""
 
     most: int = MOST_FRAMES
-    is_replay: bool = True  # False if the episode is played for the first time, of which only texts are rendered
+    is_replay: bool = True  # False if the episode is played for the first time; then only frames of text are kept
     frames: list[Frame] = field(default_factory=list)
     reason: str = ""
 
@@ -65,7 +65,7 @@ class FrameTaker:
         return isinstance(own, ForeignEpisodes)
 
     def take_new(self) -> list[Frame]:
-        """Return the frames since the last call, and forget them."""
+        """Return the frames that were taken since the last call."""
         found, self.frames = self.frames, []
         return found
 
@@ -120,7 +120,8 @@ class RenderedWorld(GuestWorld):
         return answer
 
     async def _take_frame(self) -> None:
-        """Render the state. An error of the environment's `render` ends the frames, but not the episode.
+        """Render the state. If the environment's `render` raises an error, no more frames are taken, but the episode
+        continues.
 
         Raises:
             WorldEnded: the process had to be killed, or has ended.
@@ -130,7 +131,7 @@ class RenderedWorld(GuestWorld):
             taker.reason = f"only {taker.most} frames of an episode are shown"
         if taker.reason:
             return
-        # The episode of the run was not rendered, so the time of `render` does not count.
+        # The run did not render the episode, so the time of `render` does not count toward its time limits.
         used, self._used = self._used, ComputedTime()
         try:
             taker.add(self._turn, await self._ask({"do": "render"}, RENDER_SECONDS))

@@ -1,8 +1,8 @@
 """Starts the worker processes of one environment, and controls them from an event loop.
 
-The first worker process (see `guest.keeper`) starts and ends the other worker processes. If the first worker process
-dies, the kernel kills the other ones. `Guest` also kills processes that are found by a mark in their environment
-variables, which child processes inherit.
+The first worker process, the keeper (see `guest.keeper`), starts and ends the other worker processes. If the keeper
+dies, the kernel kills the others. `Guest` also kills each process that has the mark of its environment: a random value
+in an environment variable, which child processes inherit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 
 class Guest:
-    """The worker processes of one environment, which one event loop controls."""
+    """The worker processes of one environment, controlled by one event loop."""
 
     def __init__(self, python: str, spec: Mapping[str, Any]) -> None:
         self._python, self._spec = python, spec
@@ -134,7 +134,7 @@ class Guest:
         )
 
     def _read(self) -> None:
-        """Read what the keeper says."""
+        """Read the messages of the keeper that have arrived."""
         while True:
             try:
                 message, _ = receive_packet(self._control)
@@ -201,7 +201,7 @@ def list_marked(mark: str) -> list[int]:
         with contextlib.suppress(OSError, IndexError):
             if not entry.name.isdigit() or sought not in (entry / "environ").read_bytes().split(b"\0"):
                 continue
-            if (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":  # it has not ended
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":  # it still runs
                 found.append(int(entry.name))
     return found
 

@@ -35,7 +35,7 @@ class GuestWorld(World):
         return self._socket is not None
 
     async def start(self) -> None:
-        """Start the process.
+        """Start the worker process of the episode.
 
         Raises:
             WorldEnded: the keeper, which starts the worker processes, is gone.

@@ -2,10 +2,10 @@
 
     prompt + first observation --> ( generate --> action --> step --> observation )* --> the sum of the rewards
 
-With `rewards = "turns"`, each turn gets the reward of its step, and the score is 0. The outcome is that of the sum of
-all rewards in both cases, so that accuracy does not depend on the key.
+With `rewards = "turns"`, each turn gets the reward of its step, and the score is 0. In both cases, the outcome (correct
+or not) follows from the sum of all rewards, so accuracy does not depend on the key `rewards`.
 
-After a response that names no action, the policy reads the reason, and the turn counts.
+After a response that names no action, the policy reads the reason, and the turn counts toward `max_turns`.
 """
 
 from __future__ import annotations

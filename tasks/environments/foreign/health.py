@@ -20,7 +20,7 @@ class EnvironmentHealth:
     """Counters of events in one environment since its creation, and the reason of its newest failure.
 
     A hang is a call that missed its deadline, and a kill is a process that was killed after a hang or an invalid
-    answer. A crash is a process that ended by itself. A failure is an episode that nobody can judge, for a reason that
+    answer. A crash is a process that ended by itself. A failure is an episode that cannot be scored, for a reason that
     the policy cannot have caused.
 
     Episodes that fail at the same time count as one failure in `failures_in_a_row`, because they may have one cause.
@@ -48,7 +48,7 @@ class EnvironmentHealth:
         return {name: float(getattr(self, name)) for name in COUNTERS}
 
     def count_success(self) -> None:
-        """Record that an episode could be judged, so that no consecutive failures count any more."""
+        """Record an episode that did not fail, and set the number of consecutive failures to 0."""
         self.failures_in_a_row = 0
 
     def count_failure(self, reason: str, began: int) -> None:

@@ -34,8 +34,9 @@ class FinalAnswer:
 
 @dataclass(slots=True)
 class Progress:
-    """The rewards of an episode so far: `earned` is their sum, and `total` the part of the sum that counts in the
-    score."""
+    """The rewards of an episode so far: `earned` is their sum, and `total` is the part of the sum that counts toward
+    the score.
+    """
 
     total: float = 0.0
     earned: float = 0.0
@@ -59,7 +60,7 @@ class ForeignEpisodes(ResettingEnvironment):
         return self._config.resets_ahead
 
     def reset_ahead(self, prompts: Sequence[Prompt], issued: Sequence[Prompt] = ()) -> None:
-        """Reset for the next episodes, as `ResettingEnvironment.reset_ahead` specifies."""
+        """Reset the environment for the next episodes, as `ResettingEnvironment.reset_ahead` specifies."""
         self._find_ahead().plan(prompts[: self.resets_ahead], issued)
 
     async def play(self, episode: Episode) -> Score | None:
@@ -143,7 +144,7 @@ class ForeignEpisodes(ResettingEnvironment):
         return self._pool
 
     def _find_ahead(self) -> ResetsAhead:
-        """Return the resets ahead in the worker pool of the running event loop."""
+        """Return the object that resets environments ahead in the worker pool of the running event loop."""
         pool = self._find_pool()
         if self._ahead is None or self._ahead.pool is not pool:
             self._ahead = ResetsAhead(pool, _reset_world)

@@ -35,8 +35,8 @@ class WorldPool:
         self._places = asyncio.Semaphore(config.at_once)
         self._starting = asyncio.Lock()
         self._guest: Guest | None = None
-        self._launch: asyncio.Future[None]  # the start of `_guest`
-        self._closing: asyncio.Future[None] | None = None  # task that ends worker processes that were stuck
+        self._launch: asyncio.Future[None]  # the task that starts `_guest`
+        self._closing: asyncio.Future[None] | None = None  # task that ends stuck worker processes
         self._numbers = itertools.count()
         self._is_slow = False  # True once the warning about slow starts was logged
 
@@ -51,7 +51,7 @@ class WorldPool:
 
         Raises:
             WorldEnded: no process can be started.
-            ConfigError: the environment counts as broken.
+            ConfigError: the environment counts as broken, because too many episodes in a row failed.
         """
         await self._places.acquire()
         number, guest = next(self._numbers), None

@@ -5,9 +5,9 @@
 
 - Row and seed of an environment depend only on the prompt, so an episode has the same first state with and without a
   reset ahead.
-- A reset ahead takes one of the `at_once` places. It never waits for a place, and an episode that finds no free place
-  gets the place of a reset.
-- If a reset ahead fails, the episode that uses it fails as if the environment were reset for it only then.
+- A reset ahead takes one of the `at_once` places. It never waits for a place. If no place is free, a starting episode
+  gets the place of a reset ahead.
+- If a reset ahead fails, the episode that uses it fails in the same way as after a failed reset at its own start.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class ResetsAhead:
 
     @contextlib.asynccontextmanager
     async def open(self, prompt: Prompt) -> AsyncIterator[World]:
-        """Provide the environment that was reset for a prompt, or else a new process; end it after the block.
+        """Provide the environment that was reset for a prompt, or else a new process; end the process after the block.
 
         Raises:
             WorldEnded: the reset failed, or no process can be started.
-            ConfigError: the environment counts as broken.
+            ConfigError: the environment counts as broken, because too many episodes in a row failed.
         """
         if (ready := await self._take(prompt)) is not None:
             async with ready.stack:

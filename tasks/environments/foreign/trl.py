@@ -2,7 +2,8 @@
 
     prompt + tools + reset's text --> ( generate --> tool calls --> results )* --> get_reward, or the run's scorer
 
-The policy calls tools as `tool_calls` describes. The first response without a call, or a limit, ends the episode.
+The module `tool_calls` describes how the policy calls tools. The first response without a call, or a limit, ends the
+episode.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ OPENING = ("open", "reset")  # requests that are sent before the policy's first 
 
 
 class World:
-    """The environment of one episode, which runs in a separate worker process; subclasses reach the process."""
+    """The environment of one episode, in a separate worker process. Subclasses define how requests reach it."""
 
     def __init__(self, config: WorldSettings, health: EnvironmentHealth) -> None:
         self._config, self._health = config, health
@@ -47,8 +47,8 @@ class World:
         raise NotImplementedError
 
     async def exchange_line(self, line: bytes, what: str, seconds: float | None = None) -> Mapping[str, Any]:
-        """Send a request, which `what` names, as a line, and return the answer. By default, the request may take as
-        long as the episode's time limits still allow.
+        """Send a request as a line of JSON, and return the answer. `what` is the name of the request. By default, the
+        request may take as long as the episode's time limits still allow.
 
         Raises:
             WorldEnded: the process had to be killed, or has ended.
@@ -132,7 +132,7 @@ class World:
         self._used.begin_turn()
 
     async def _act(self, request: Mapping[str, Any], key: str, seconds: float | None = None) -> Mapping[str, Any]:
-        """Do an action; its key is sent if the environment supports keys."""
+        """Send an action. Its key is sent only if the environment supports keys."""
         return await self._step({**request, "key": key} if self.described.get("begins_actions") else request, seconds)
 
     async def _step(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
@@ -149,7 +149,7 @@ class World:
         return self._check(await self.exchange_line(line, what, seconds), what)
 
     def _bound_seconds(self, what: str, seconds: float | None) -> tuple[float, str]:
-        """Return the seconds that a request may take, and the error message after that."""
+        """Return the seconds that a request may take, and the error message if it takes longer."""
         if seconds is None:
             return self._limits.bound_seconds(self._used)
         return seconds, f"{what} took more than {seconds:g} s"
@@ -179,8 +179,9 @@ class World:
         return WorldEnded(outcome, reason)
 
     def _judge_part(self, answer: Mapping[str, Any], what: str) -> WorldEnded:
-        """Return the error if a part of the environment, such as an MCP server, ended during a call or must be
-        ended."""
+        """Return the error for a part of the environment, such as an MCP server, that ended during a call or must be
+        ended.
+        """
         status = answer.get("status")
         found = judge_status(status, what) if isinstance(status, int) else None
         self._health.crashes += found is not None

@@ -1,8 +1,8 @@
-"""Starts the worker processes of an environment as a script: `python boot.py FD`, with the file descriptor of the
-control socket.
+"""Starts the worker processes of an environment. The module is a script: `python boot.py FD`, where FD is the file
+descriptor of the control socket.
 
 The interpreter may have no rollflow installed, so modules are imported without rollflow's other packages. During the
-import, empty modules stand for rollflow's other packages.
+import, empty modules replace the packages that contain `guest`.
 """
 
 from __future__ import annotations

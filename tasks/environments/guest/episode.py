@@ -2,13 +2,13 @@
 
 | request | answer |
 |---|---|
-| `open` | creates the environment (with `frames`, one that renders); tools, `has_reward`, the fields of `durable` |
+| `open` | creates the environment (rendered if `frames` is true); its tools, `has_reward`, the fields of `durable` |
 | `reset` with `row` and `seed` | `text`: the first observation or null |
 | `call` with `name`, `arguments`, `key` | `text`: the result of a tool; `error`: the policy may read why it failed |
 | `step` with `text` and `key` | `text`, `reward`, `ended`; `invalid` if the text is not an action |
 | `reward` | `value`: the reward of the episode |
 | `snapshot` | `data`: the state of the episode in Base64, and further fields for `restore` |
-| `restore` with the fields of a snapshot | returns the episode to the state; it follows `reset` |
+| `restore` with the fields of a snapshot | restores the state of the episode, after a `reset` |
 | `render` | `text`: a frame as text; or its pixels, `width`, `height` and RGB `data` in Base64; or nothing |
 | `close` | closes the environment |
 

@@ -21,7 +21,7 @@ def render_frame(own: Any) -> Fields:
 
 
 def pack_frame(found: Any) -> Fields:
-    """Return a rendered text or array as the fields of an answer; of several arrays, the last one."""
+    """Return a rendered text or array as the fields of an answer. Of several arrays, only the last one is returned."""
     if isinstance(found, (list, tuple)):
         found = "".join(found) if all(isinstance(one, str) for one in found) else found[-1]
     if found is None:

@@ -89,7 +89,8 @@ def list_counters(environment: Any) -> Iterator[Any]:
 
 def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
     """Create the environment. If the config names no render mode and the environment can render text (mode "ansi"),
-    this mode is used. If frames are wanted of an environment that renders no text, the mode is "rgb_array"."""
+    this mode is used. If frames are wanted and the environment renders no text, the mode is "rgb_array".
+    """
     options, wanted = dict(spec["options"]), ("ansi", "rgb_array") if spec.get("frames") else ("ansi",)
     if parts.get("path"):
         factory = parts["path"]
@@ -131,7 +132,8 @@ def build_actions(given: Mapping[str, Any], space: Any) -> dict[str, Any]:
 
 
 def find_action(text: str, actions: Mapping[str, Any]) -> Any:
-    """Return the action that the text names last. If several names end at the same place, the longest name counts.
+    """Return the action that the text names last. If several names end at the same position, the longest name is
+    chosen.
 
     Raises:
         ValueError: the text names no action.

@@ -6,8 +6,8 @@
 
 - The user's class is imported once, in the template process, from which each episode is forked. If the import starts
   threads, each episode imports the class itself, because forking a process with threads is unsafe.
-- Each episode is a subreaper with a process group of its own, so that all processes that it starts can be killed with
-  it.
+- The process of an episode has its own process group and adopts orphaned descendants (subreaper), so that all processes
+  that it starts can be killed with it.
 - A process that an ended episode leaves behind becomes a child of the keeper, which kills it.
 - If rollflow or the keeper dies, all worker processes end.
 """
@@ -145,8 +145,9 @@ class GuestKeeper:
             self._asked[message["number"]] = self._waiting.pop(0)
 
     def _lose_template(self) -> None:
-        """Let a new template process start the episodes that the ended template has not started. An episode that could
-        not be started twice is given up."""
+        """Let a new template process start the episodes that the ended template has not started. An episode is given up
+        after its second failed start.
+        """
         assert self._link is not None
         self._link.close()
         self._link = None
@@ -216,8 +217,9 @@ class GuestKeeper:
         os._exit(0)
 
     def _fork_episode(self, number: int, fd: int, link: socket.socket) -> None:
-        """Fork the process of an episode, announce it, and end this process, so that the episode's process gets a new
-        parent."""
+        """Fork the process of an episode, announce it, and end this process, so that the keeper becomes the parent of
+        the episode's process.
+        """
         with contextlib.suppress(OSError):
             pid = os.fork()
             if not pid:
@@ -246,7 +248,7 @@ class GuestKeeper:
         os._exit(0)
 
     def _leave(self) -> None:
-        """Close all files and handlers in a forked process that only its parent needs."""
+        """Close the files and handlers that only the parent of this forked process needs."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()

@@ -7,7 +7,8 @@ The client uses the requests `initialize`, `tools/list` and `tools/call` of the 
 to 2025-11-25. Of the server's own requests, `ping` gets an answer, and any other gets the error "method not found".
 Notifications of the server have no effect.
 
-The end of the server's standard error is part of the reason if the server fails; rollflow measures the deadlines.
+If the server fails, the reason quotes the end of its standard error. Deadlines are enforced by rollflow, not by this
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollflow.tasks.environments.guest.wire import LONGEST_LINE, LONGEST_TEXT, M
 
 PROTOCOL = "2025-11-25"
 CHUNK = 1 << 16
-MOST_PAGES = 100  # largest number of requests `tools/list` for all tools of a server
+MOST_PAGES = 100  # largest number of `tools/list` requests to one server
 END_SECONDS = 2.0  # longest wait for the end of a server that has closed its output
 METHOD_NOT_FOUND = -32601
 SHOWN = 120  # number of bytes of a server's output that an error message quotes
@@ -131,7 +132,9 @@ class McpConnection:
             self._send({"id": request["id"], "error": error})
 
     def _send(self, message: Fields) -> None:
-        """Queue a message, which `_receive` writes while it waits for the server's next message."""
+        """Queue a message, and write what the server accepts now; `_receive` writes the rest while it waits for a
+        message.
+        """
         self._unsent += json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
         self._write()
 

@@ -55,7 +55,7 @@ def read_hints(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of a method's arguments.
 
     Raises:
-        EnvironmentFault: the annotations cannot be evaluated in this Python.
+        EnvironmentFault: this version of Python cannot evaluate the annotations.
     """
     try:
         return typing.get_type_hints(method)

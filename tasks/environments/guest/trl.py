@@ -1,8 +1,8 @@
 """Adapts a class that follows the contract of TRL's `environment_factory`.
 
-Each object of the user's class serves one episode. `reset(**row)` returns None or a text for the policy. Every other
-public method is a tool, except `get_reward()`, which returns the reward of the episode, and in a class with a
-`render_mode` `render()`, which shows the state to people. Methods may be asynchronous.
+Each object of the user's class serves one episode. `reset(**row)` returns None or a text for the policy. `get_reward()`
+returns the reward of the episode. In a class with a `render_mode`, `render()` shows the state to people. Every other
+public method is a tool, except those that `durable` describes. Methods may be asynchronous.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the worker processes of environments in hosts, which are usually on other nodes.
+"""Runs the worker processes of environments in hosts: environment actors, which are usually on other nodes.
 
     episode --> RemoteWorld --line--> link --> WorldHost --> WorldPool --> worker process
                     |                                        (one pool for each environment)
@@ -6,6 +6,6 @@
 
 host    the worker processes of one node
 fleet   starts, watches and ends the hosts, and gives each episode a place
-world   the environment of one episode on a host; it continues on another host after a loss, where this is possible
+world   the environment of one episode on a host; if the host is lost, it continues on another host where possible
 pool    limits the episodes of one environment over all hosts
 """

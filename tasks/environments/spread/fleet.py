@@ -1,11 +1,12 @@
-"""Gives each episode a place on one of the hosts of a run's environments, of which as many run as the episodes need.
+"""Gives each episode a place on a host, i.e. an actor that runs worker processes of environments. As many hosts run as
+the episodes need.
 
     claim_place --> the started host with the fewest episodes; if all are full, wait in order of arrival
     more episodes than the hosts take --> start a host; fewer --> the newest host ends after its last episode
 
-- A host takes its share of `at_once` episodes of each environment, so that all hosts together take `at_once`.
+- A host takes its share of the `at_once` episodes of each environment, so all hosts together take `at_once` episodes.
 - A host that is lost, or does not answer for `answer_seconds`, is ended and replaced.
-- No episode waits for a place while no host runs, and each starting host replaces one that was lost or did not start.
+- If no host runs, and each starting host replaces a host that was lost or did not start, the waiting episodes fail.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class HostLink(FleetLink, Protocol):
 
 
 class HostPlace:
-    """A started host, with the number of its episodes by environment."""
+    """A started host, with the number of its running episodes of each environment."""
 
     def __init__(self, link: HostLink) -> None:
         self._link = link
@@ -44,7 +45,7 @@ class HostPlace:
         """Call a method of the host.
 
         Raises:
-            PlaceLost: the host is lost, or did not answer in these seconds, and therefore counts as lost.
+            PlaceLost: the host is lost, or counts as lost because it did not answer within `seconds`.
         """
         call = asyncio.ensure_future(self._link.call(method, *given))
         try:
@@ -110,7 +111,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         return [one.place for one in self._members if one.place is not None and not one.place.lost.done()]
 
     def add_pool(self, at_once: int) -> int:
-        """Return the number of a further environment, of which at most `at_once` episodes run at the same time."""
+        """Register an environment, and return its number. At most `at_once` of its episodes run at the same time."""
         number = next(self.numbers)
         self._shares[number] = math.ceil(at_once / self._most)
         return number
@@ -123,7 +124,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         """Wait until a host has room for an episode of an environment, and reserve the room.
 
         Raises:
-            PlaceLost: no host is running, and another one could not be started, or the hosts were ended.
+            PlaceLost: all hosts were ended; or no host is running, and none could be started.
         """
         if self._is_closed:
             raise PlaceLost(ENDED)
@@ -143,7 +144,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
                 self._waiting.remove(waiter)
 
     def free_place(self, place: HostPlace, pool: int) -> None:
-        """Give the room of an ended episode to the next one."""
+        """Give the room of an ended episode to the next waiting episode."""
         place.running[pool] -= 1
         self._share_work()
 
@@ -161,7 +162,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
             self._fail_waiting(ENDED)
 
     def _decide(self, now: float) -> int:
-        """Return the wanted number of hosts: those that the running and waiting episodes would fill."""
+        """Return the wanted number of hosts: as many as the running and waiting episodes would fill."""
         asked = Counter(waiter.pool for waiter in self._waiting)
         for place in self.places:
             asked.update(place.running)
@@ -181,7 +182,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
                 raise PlaceLost(place.lost.result())
 
     def _close(self, place: HostPlace) -> None:
-        """Let the calls of a host that ends fail."""
+        """Let all calls to a host fail, because the host ends."""
         place.lose("the environment actor was ended")
 
     def _share_work(self) -> None:
@@ -199,7 +200,9 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
             self._waiting.remove(waiter)
 
     def _choose_place(self, pool: int) -> HostPlace | None:
-        """Return the host with the fewest episodes, of those that stay and have room for one of this environment."""
+        """Return the host with the fewest episodes among the hosts that stay and have room for an episode of this
+        environment.
+        """
         opened = [one.place for one in self._members if one.stays and one.place and not one.place.lost.done()]
         free = [place for place in opened if place.running[pool] < self._shares[pool]]
         return min(free, key=lambda place: place.running.total(), default=None)

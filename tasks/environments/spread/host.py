@@ -1,7 +1,7 @@
 """Runs the worker processes of environments on one node, for episodes that another process plays.
 
-Each method returns a value instead of raising an error of the environment, because errors may not survive the way
-between two processes.
+The methods return errors of the environment as values instead of raising them, because an exception may be damaged on
+its way to another process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollflow.tasks.environments.foreign.world import World
 from rollflow.tasks.environments.guest.wire import pack_line
 
 HOST_COUNTERS = ("hangs", "kills", "crashes", "seconds")  # counters of `EnvironmentHealth` that a host counts
-NEVER = 1 << 62  # a host takes no environment out of use, because it does not see which episodes succeed
+NEVER = 1 << 62  # a host never declares an environment broken, because it does not see which episodes succeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class WorldHost:
         """Start the process of an episode.
 
         Args:
-            number: number of the episode, which is never used again.
+            number: number of the episode; no other episode ever gets this number.
             pool: number of the environment.
             name: config key that names the environment.
         """
@@ -159,7 +159,7 @@ class WorldHost:
         await place.pool.close()
 
     async def answer_call(self) -> None:
-        """Return at once, which shows that the host is alive."""
+        """Return at once. The answer shows that the host is alive."""
 
     async def close(self) -> None:
         """End all worker processes."""

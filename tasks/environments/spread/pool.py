@@ -23,7 +23,7 @@ class SpreadPool(WorldPool):
     def __init__(self, fleet: HostFleet, config: WorldSettings, health: EnvironmentHealth) -> None:
         super().__init__(config, health)
         self.fleet, self.number = fleet, fleet.add_pool(config.at_once)
-        self._seen: dict[HostPlace, list[float]] = {}  # counters of each host that are already added to the health
+        self._seen: dict[HostPlace, list[float]] = {}  # each host's counters that `_health` already includes
         self._closing_worlds = set[asyncio.Task[None]]()
 
     @property
@@ -37,7 +37,7 @@ class SpreadPool(WorldPool):
 
         Raises:
             WorldEnded: no process can be started.
-            ConfigError: the environment counts as broken.
+            ConfigError: the environment counts as broken, because too many episodes in a row failed.
         """
         async with self._places:
             self._health.check()
@@ -72,8 +72,9 @@ class SpreadPool(WorldPool):
             self.fleet.free_place(place, self.number)
 
     def note_counts(self, place: HostPlace, counts: Sequence[float]) -> None:
-        """Add what a host has counted since its last answer. Answers may arrive in another order, and an answer for an
-        episode that the host does not have has no counts."""
+        """Add what a host has counted since its last answer. Answers may arrive out of order. The answer to a call for
+        an episode that the host does not know has no counts.
+        """
         seen = self._seen.setdefault(place, [0.0] * len(HOST_COUNTERS))
         for number, (name, value) in enumerate(zip(HOST_COUNTERS, counts, strict=False)):
             if (more := value - seen[number]) > 0:

@@ -1,13 +1,13 @@
 """The environment of one episode in a worker process on a host.
 
-An episode stays on its host. If the host is lost, the episode continues on another host, if its state is known there:
-at its newest snapshot, or before its first action if a reset gives the same observation again. Otherwise, the episode
-is unjudged, because the policy cannot have caused the loss.
+An episode stays on its host. If the host is lost, the episode can continue on another host in two cases: no action was
+done since its newest snapshot; or no action was done at all, and a new reset gives the same observation. Otherwise, the
+episode is unjudged, because the policy cannot have caused the loss.
 
     open, reset, snapshot 1, step --host lost--> open, reset, restore 1, step     on another host
 
-The host enforces the time limits, which begin again on another host. A host that has not answered `answer_seconds`
-after the longest time that a request may take counts as lost.
+The host enforces the time limits. On another host, the time limits begin again. A host counts as lost if it has not
+answered `answer_seconds` after the longest time that a request may take.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rollflow.tasks.environments.spread.fleet import HostFleet, HostPlace
 from rollflow.tasks.environments.spread.host import HostAnswer
 from rollflow.tasks.scorers.spread.members import PlaceLost
 
-MOST_MOVES = 3  # an episode that loses more hosts may itself be the cause, and is not continued
-MOVE_SECONDS = 600.0  # longest time, in seconds, that an episode of a lost host waits for a place on another host
+MOST_MOVES = 3  # largest number of moves to another host; an episode that loses more hosts may itself cause the losses
+MOVE_SECONDS = 600.0  # longest time, in seconds, for which an episode of a lost host waits for a place on another host
 ACTIONS = ("call", "step")
 
 
 class WorldOwner(Protocol):
-    """The pool of an environment, which owns the worlds of its episodes."""
+    """The pool of an environment, which owns the `RemoteWorld` of each of its episodes."""
 
     fleet: HostFleet
     number: int  # number of the environment
@@ -78,7 +78,7 @@ class RemoteWorld(World):
         return self._place is not None
 
     async def start(self) -> None:
-        """Start the process on the host with the fewest episodes.
+        """Start the worker process of the episode on the host with the fewest episodes.
 
         Raises:
             WorldEnded: the process cannot be started.
@@ -163,7 +163,7 @@ class RemoteWorld(World):
             self._state[what] = _StateRequest(line, seconds, answer.get("text"))
 
     async def _move(self, lost: PlaceLost, what: str) -> None:
-        """Continue the episode on another host, which does the request `what` next.
+        """Continue the episode on another host, where `what` is the next request.
 
         Raises:
             WorldEnded: the state of the environment is not known.
@@ -188,12 +188,12 @@ class RemoteWorld(World):
             return
 
     async def _repeat_requests(self) -> None:
-        """Bring a new process to the newest known state."""
+        """Send the requests that bring a new process to the newest known state."""
         for what, request in self._state.items():
             try:
                 answer = await self._send(request.line, what, request.seconds)
             except WorldEnded as ended:
-                ended.outcome = Outcome.UNJUDGED  # the policy has not caused the repetition
+                ended.outcome = Outcome.UNJUDGED  # the policy cannot have caused the repeated request to fail
                 raise
             if wrong := [answer[key] for key in ("error", "fault", "lost") if key in answer]:
                 raise WorldEnded(Outcome.UNJUDGED, f"{what} on another node failed with {wrong[0]}")
@@ -207,13 +207,15 @@ class RemoteWorld(World):
         return what not in ACTIONS or self._has_key or self.described.get("can_replay") is not False
 
     def _give_up_place(self) -> None:
-        """Leave a lost host."""
+        """Give up the place on a lost host."""
         if self._place is not None:
             self._pool.fleet.free_place(self._place, self._pool.number)
             self._place = None
 
     def _name_loss(self, lost: PlaceLost) -> WorldEnded:
-        """Return the error of an episode that cannot continue; the environment is not blamed for the loss of a node."""
+        """Return the error of an episode that cannot continue. While other hosts run, the loss does not count in
+        `failures_in_a_row`.
+        """
         ended = WorldEnded(Outcome.UNJUDGED, f"its environment actor is lost: {lost}")
         if self._pool.fleet.places:
             ended.is_counted = True

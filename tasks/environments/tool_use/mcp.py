@@ -1,4 +1,4 @@
-"""The tools of MCP servers; each episode starts its own servers, each in a worker process (see `guest.mcp`).
+"""Provides the tools of MCP servers. Each episode starts its own servers, each in a worker process (see `guest.mcp`).
 
 A server that hangs, crashes or writes an invalid message ends only its own episode. After an episode, all processes
 that its servers have started are killed.
@@ -95,11 +95,11 @@ async def open_session(name: str, server: McpServer, pool: WorldPool) -> AsyncIt
 
     Raises:
         WorldEnded: no process can be started.
-        ConfigError: the environment counts as broken.
+        ConfigError: the environment counts as broken, because too many episodes in a row failed.
     """
     async with pool.open() as world:
         yield McpSession(name, server, world)
-        await world.close()  # after an error, the process is killed at once
+        await world.close()  # not reached after an error; then the process is killed at once
 
 
 async def list_all_tools(sessions: Sequence[McpSession]) -> list[OfferedTool]:

@@ -42,7 +42,7 @@ class ToolPlaces:
 
         Raises:
             WorldEnded: a tool cannot be opened.
-            ConfigError: the environment counts as broken.
+            ConfigError: the environment counts as broken, because too many episodes in a row failed.
         """
         async with self._places, contextlib.AsyncExitStack() as stack:
             self._health.check()
@@ -55,7 +55,7 @@ class ToolPlaces:
                 raise
 
     async def close(self) -> None:
-        """End all that the tools share."""
+        """End the worker processes and sandboxes that the tools of all episodes share."""
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
         if (sandboxes := self._sandboxes.found) is not None:
             await sandboxes.close()

@@ -2,7 +2,7 @@
 
     prompt + tools --> ( generate --> tool calls --> results )* --> answer --> the run's scorer
 
-The first response without a call is the answer; without an answer, the episode has no reward.
+The first response without a call is the answer. An episode without an answer gets the reward 0.
 """
 
 from __future__ import annotations

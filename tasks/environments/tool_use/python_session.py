@@ -1,4 +1,5 @@
-"""The tool `python`: each episode has its own Python session in its own sandbox, created at the first call.
+"""Provides the tool `python`. Each episode has its own Python session in its own sandbox; both are created at the first
+call.
 
 If the policy's code ends the session or the sandbox, the result of the call says so, and the next call gets a new
 session. If a sandbox fails for another reason, the episode is unjudged.
@@ -101,7 +102,9 @@ class PythonSession:
         return self._session
 
     async def _judge_failure(self, error: Exception) -> WorldEnded:
-        """Return the error that ends the episode; the policy is blamed only if the sandbox is not isolated."""
+        """Return the error that ends the episode. If a sandbox without isolation was lost, the outcome is `KILLED`,
+        because the policy's code may have ended the sandbox; in all other cases, the episode is unjudged.
+        """
         lost = isinstance(error, SandboxLost)
         isolated = lost and Capability.ISOLATION in (await self._sandboxes.get()).capabilities
         outcome = Outcome.KILLED if lost and not isolated else Outcome.UNJUDGED

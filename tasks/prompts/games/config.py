@@ -1,5 +1,5 @@
-"""The `[[prompts]]` sections of games, which the policy plays in an environment of the same kind, and of seeds, from
-which any environment may make its tasks.
+"""Defines the `[[prompts]]` sections of games and of seeds. The policy plays a game in an environment of the same kind.
+From seeds, any environment may make its tasks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KuhnPokerPrompts(PromptBase):
 
 
 class SeedPrompts(PromptBase):
-    """Seeds, from each of which an environment makes a task."""
+    """Seeds. An environment makes one task from each seed."""
 
     kind: Literal["seeds"] = Field(
         "seeds",

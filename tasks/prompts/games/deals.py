@@ -1,8 +1,8 @@
-"""A prompt source of deals of Kuhn poker.
+"""Generates deals of Kuhn poker as prompts.
 
-Six consecutive positions have the six deals, in an order that follows from the run's seed. The text of a prompt is only
-the number of the hand, because no player may read the deal. Held-out hands have the same six deals as training hands,
-so an evaluation measures how well the policy plays.
+Each block of six positions has all six deals, in an order that follows from the run's seed. The text of a prompt is
+only the number of the hand, because no player may read the deal. Held-out hands have the same six deals as training
+hands, so an evaluation measures how well the policy plays.
 
 A demonstration is one player's part of a hand in which both players act at random.
 """

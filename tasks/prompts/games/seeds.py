@@ -1,4 +1,4 @@
-"""A prompt source for environments that make their tasks from a seed, so that no file of prompts is needed.
+"""Generates seeds as prompts, for environments that make their tasks from a seed and need no prompt file.
 
     Task 17.        -> reference {"seed": 17}
 
@@ -13,7 +13,7 @@ from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.games.config import SEED, SeedPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
-STARTS = 2**30  # number of values of the first seed, which follows from the run's seed
+STARTS = 2**30  # number of possible values of the first seed, which follows from the run's seed
 
 
 class SeedSource:

@@ -1,4 +1,4 @@
-"""A prompt source of boards: maps of FrozenLake, or rooms of Sokoban.
+"""Generates boards as prompts: maps of FrozenLake, or rooms of Sokoban.
 
 Breadth-first search makes sure that each board has a solution of at most `moves` moves. A board depends only on the
 seed, the stream (training, demonstrations or held-out) and the position. The text of a board is its key, so no held-out
@@ -18,7 +18,7 @@ from rollflow.tasks.prompts.base import DemonstratedTurn, Question
 from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
-TRIES = 10_000  # number of boards that are drawn for a position; if none is suitable, the run fails
+TRIES = 10_000  # largest number of boards to draw for a position; if none is suitable, the run fails
 
 
 class GameSource:

@@ -1,5 +1,6 @@
-"""Environments for tests, good and bad, as a user of TRL or gymnasium writes them: without rollflow, for any Python
-from 3.9."""
+"""Correct and faulty environments for tests, written as a user of TRL or gymnasium would: without rollflow, for Python
+3.9 or newer.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RAW = {  # lines that a broken environment may write in place of an answer
 
 
 class Quiet:
-    """An environment with one tool and nothing to say."""
+    """An environment without a first observation; subclasses add tools."""
 
     def reset(self, **row) -> str | None:
         self.pid = os.getpid()
@@ -70,7 +71,7 @@ class Judged(Quiet):
 
 
 class Bad:
-    """An environment that fails in the way that `wrong` names, at the place that `where` names."""
+    """An environment that fails. `wrong` names the fault, and `where` the step: init, reset, act or reward."""
 
     def __init__(self, wrong: str, where: str = "act") -> None:
         self.wrong, self.where = wrong, where
@@ -161,7 +162,9 @@ class Discrete:
 
 
 class Walk:
-    """Gymnasium's signature without gymnasium: walk right to 3; each step gives its number as reward."""
+    """A class with gymnasium's methods, without gymnasium: walk right to position 3. The reward of a step is its
+    number.
+    """
 
     action_space = Discrete()
 
@@ -189,7 +192,7 @@ class Walk:
 
 
 def observe_drawn(found, info) -> str:
-    """Return the state and a random number that the environment has drawn."""
+    """Return the seed and a random number that the environment has drawn."""
     return "{}/{}".format(info.get("seed"), info.get("drawn"))
 
 
@@ -222,7 +225,7 @@ class Slow(Quiet):
 
 
 class Saving(Walk):
-    """A walk whose state can be stored; `wrong` says what is odd about it."""
+    """A walk whose state can be stored. `wrong` names a fault of its snapshots."""
 
     def snapshot(self) -> bytes:
         if self.wrong == "no bytes":
@@ -336,7 +339,7 @@ class Paying(Counter):
 
 
 class Keeping(Paying):
-    """Pays, and offers snapshots asynchronously."""
+    """Writes its actions into a file, as `Paying` does, and has an asynchronous method `snapshot`."""
 
     async def snapshot(self) -> bytes:
         await asyncio.sleep(0)
@@ -347,7 +350,7 @@ class Keeping(Paying):
 
 
 class Tooled(Quiet):
-    """Has tools with the names of the optional methods, which stay tools."""
+    """Has tools with the names of optional methods. They stay tools, because `snapshot` does not return bytes."""
 
     def snapshot(self) -> str:
         """Take a photo."""

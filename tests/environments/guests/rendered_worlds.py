@@ -9,7 +9,7 @@ from odd_worlds import Walk
 
 
 class Pixels:
-    """Some of a numpy array's attributes, for an interpreter without numpy."""
+    """An array with some of the attributes of a numpy array, for an interpreter without numpy."""
 
     def __init__(self, rows, dtype: str = "uint8") -> None:
         self.rows, self.dtype = rows, dtype
@@ -24,7 +24,7 @@ class Pixels:
 
 
 class Drawn(Walk):
-    """A walk that renders its place as text or as a picture; `wrong` says what is odd about it."""
+    """A walk that renders its position as text or as a picture. `wrong` names a fault of the walk."""
 
     def __init__(self, goal: int = 3, wrong: str = "", text: bool = False, wide: int = 8) -> None:
         super().__init__(goal, wrong)

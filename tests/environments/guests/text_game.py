@@ -6,7 +6,7 @@ import textworld
 
 
 class TextGame:
-    """Plays a game file. TextWorld gives the score so far, and a reward is by how much the score has grown."""
+    """Plays a game file. TextWorld returns the score so far; the reward of a step is the increase of the score."""
 
     def __init__(self, game: str) -> None:
         self._game = textworld.start(game)

@@ -1,4 +1,4 @@
-"""An MCP server by the specification alone, with a fault that its arguments name: `bare_server.py [WRONG WHERE]`.
+"""An MCP server that is written without an SDK. Its arguments name a fault: `bare_server.py [WRONG WHERE]`.
 
 WHERE is the method at which the fault WRONG happens: initialize, tools/list or tools/call.
 """

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 try:
     from mcp.server.mcpserver import MCPServer
 
-    careless = sys.stdout  # the SDK keeps it apart from the protocol
+    careless = sys.stdout  # the SDK separates the program's own output from the protocol
 except ImportError:  # before version 2
     from mcp.server.fastmcp import FastMCP as MCPServer
 
