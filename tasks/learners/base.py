@@ -3,8 +3,9 @@ version.
 
 A train step depends only on the learner's state and the batch. The same state and batch give bit-identical weights on
 the same kind of machine, so any train step can be replayed. NaN and infinity never reach the weights. If a batch, a
-loss or a gradient contains a NaN or an infinity, `step` raises `NotFinite` before the optimizer step. A policy version
-may take several optimizer steps; after an error between two of them, `load` restores the earlier state.
+loss or a gradient contains a NaN or an infinity, `step` raises `NotFinite` before the optimizer step. A train step may
+take several optimizer steps. After an error between two of these steps, `load` restores the state from before the train
+step.
 
 The learner's state contains everything that `load` needs to continue training with bit-identical results. The learner's
 weights are ordinary Hugging Face safetensors files, in which tied tensors are stored once. Names of weight files begin
@@ -14,8 +15,9 @@ with `weights/`, and names of state files do not.
 another model, `load` raises `Corrupt`, and the learner stays unchanged.
 
 Stored files are views of the learner's tensors. A file stays valid until the next `load`, or until the next `step`
-calls its argument `settle`. A train step changes no stored tensor before it calls `settle`, which waits until the
-previous policy version is stored. A policy version can be stored while the next policy version is computed.
+calls its argument `settle`. The function `settle` waits until the previous policy version is stored, and a train step
+changes no stored tensor before it calls `settle`. So a policy version can be stored while the next policy version is
+computed.
 
 `tests/contracts/test_learners.py` tests each sentence of this docstring for all kinds of learners.
 """
@@ -32,14 +34,14 @@ from rollflow.storage.objects import Data
 from rollflow.tasks.learners.distributed.rank_protocol import NEAR, RankHosts
 
 WEIGHTS = "weights/"  # prefix of the names of the policy's weight files
-AGAIN = "start another run from the policy that `rollflow export` writes"  # the fix for a wrong config
+AGAIN = "start another run from the policy that `rollflow export` writes"  # the fix in error messages about a NaN
 
 
 WaitForPublish = Callable[[], None]
 
 
 def no_wait() -> None:
-    """Return at once. `no_wait` is the default argument `settle` of a train step."""
+    """Return at once. `no_wait` is the default of the argument `settle` of `Learner.step`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class LearnerStart:
     """The values with which a learner starts, in addition to the configuration section `[train]`."""
 
     folder: Path  # the policy's folder, in the format of Hugging Face
-    # True: the learner starts with the weights in the folder; False: only with the folder's architecture
+    # True: the learner starts with the weights in the folder; False: with random weights of the folder's architecture
     trained: bool
     blank: bool = False  # True: the weights are uninitialized, and the caller must call `load` first
     dtype: str = "float32"  # data type of the policy's weights: float32 or bfloat16
@@ -56,7 +58,7 @@ class LearnerStart:
     longest: int = 1  # largest number of tokens that the policy may sample in a response
     seed: int = 0
     shard_bytes: int = 2**28  # largest number of bytes of tensors in one safetensors file
-    first: Callable[[], Path] | None = None  # returns a folder with the weights with which the run began
+    first: Callable[[], Path] | None = None  # returns a folder with the first weights of the run
     ranks: RankHosts = NEAR
 
 

@@ -34,8 +34,8 @@ class CriticConfig(Section):
     value_clip: float = Field(
         0.2,
         gt=0,
-        description="clip range of the critic's loss: largest difference between an estimated value and "
-        "the estimate before the version's first optimizer step, inside the loss",
+        description="clip range of the critic's loss: largest difference between a clipped value and the value that "
+        "the critic estimated before the policy version's first optimizer step",
     )
 
 
@@ -242,7 +242,7 @@ class TorchTrain(TrainBase):
 
 
 class DeepSpeedTrain(TrainBase):
-    # In the JSON schema, DeepSpeed requires `kind`, so that a form without `kind` matches only the torch section.
+    # In the JSON schema, DeepSpeed requires `kind`, so that a section without `kind` matches only the torch learner.
     model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
     kind: Literal["deepspeed"] = Field(

@@ -9,8 +9,9 @@ ratio of a token is pi/mu: its probability under the trained policy, divided by 
   ratio is 1 for tokens that an exact inference engine sampled from the newest policy version.
 - `effective_samples` is the effective sample size divided by the number of tokens (Kish 1965); 1 if all ratios are
   equal.
-- `clipped_up` and `clipped_down` are the shares of clipped tokens with positive advantages, and with other advantages.
-- `corrected` is the share of tokens whose ratio a correction capped, or that a correction left out.
+- `clipped_up` is the share of tokens that are clipped and have a positive advantage; `clipped_down` is the share of all
+  other clipped tokens.
+- `corrected` is the share of tokens whose ratio the off-policy correction capped, or that it removed from the loss.
 - `kl_behaviour` is KL(mu || pi) in nats, by the estimator k3 (r - 1 - log r, where r is the ratio).
 - `ratio_distance` is the mean of |log pi/mu| in nats.
 - `engine_gap` is the mean of |log pi/mu| before the first update, on tokens of the newest policy version: the
@@ -45,7 +46,7 @@ class Diagnostics:
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        # for each micro-batch: values of its tokens, divergences, and True before the first update
+        # for each micro-batch: values of its tokens, KL divergences, and whether it was added before the first update
         self._added: list[tuple[Tensor, Tensor | None, bool]] = []
         self._found: list[np.ndarray] = []  # token values of each micro-batch, in the order of the calls of `add`
         self._gaps: list[np.ndarray] = []
@@ -73,7 +74,7 @@ class Diagnostics:
         self._divergences = ranks.gather_all(_flatten(self._divergences))
 
     def metrics(self, *, entropy: bool) -> Mapping[str, float]:
-        """Return all diagnostics by name; an empty mapping if no token contributed to the gradient."""
+        """Return all diagnostics by name; return an empty mapping if no token contributed to the gradient."""
         self._read()
         if not self._found:
             return {}

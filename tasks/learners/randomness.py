@@ -15,7 +15,7 @@ from torch import Tensor
 from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.policies.device import fix_workspace
 
-RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
+RNG, DEVICE_RNG = "rng", "device_rng"  # keys of the random generators' states in the learner state
 
 
 def begin_process(config: TrainBase, seed: int) -> None:
@@ -38,7 +38,7 @@ def random_state(config: TrainBase, device: torch.device) -> dict[str, Tensor]:
 
 
 def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return placeholders of the generator states that `saved` should contain, by name."""
+    """Return placeholders for the states of random generators that `saved` should contain, by name."""
     found = {RNG: torch.get_rng_state()}
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 

@@ -2,9 +2,9 @@
 
     batch --> values known before the first update (`PreUpdate`) --> (update of the policy, update of the critic)*
 
-A policy version takes `minibatches` updates, each on a share of the groups of responses. Token weights are computed
-over the whole minibatch, so splitting it into micro-batches changes only rounding. Rows with advantage zero have
-gradient zero and are skipped, unless the objective needs every row.
+Training a policy version takes `minibatches` updates, each on a share of the batch's groups of responses. Token weights
+are computed over the whole minibatch, so splitting it into micro-batches changes only rounding. Rows with advantage
+zero have gradient zero and are skipped, unless the objective needs every row.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
     with no_init_weights() if blank else nullcontext():
         model = AutoModelForCausalLM.from_config(config, **how)
     model.tie_weights()  # tie weights here, because `no_init_weights` skips the tying
-    for pattern, its_kind in model._get_dtype_plan(kind).items():  # as from_pretrained does
+    for pattern, its_kind in model._get_dtype_plan(kind).items():  # from_pretrained does the same
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern, name):
                 tensor.data = tensor.data.to(its_kind)

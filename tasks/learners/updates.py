@@ -104,8 +104,8 @@ class Updates:
     ) -> list[tuple[slice, LossOf]]:
         """Return the parts of a micro-batch's loss, each with the slice of its hidden states.
 
-        With a large vocabulary, each part of the loss has only some of the tokens, because of the size of the logits.
-        Tokens of the environment are separate parts, after the M tokens with loss mask 1.
+        With a large vocabulary, each part of the loss has only some of the tokens, because the logits of all tokens
+        would need too much memory. Tokens of the environment are separate parts, after the M tokens with loss mask 1.
         """
         observed, found = micro.observed, list[tuple[slice, LossOf]]()
         if len(micro.targets) or observed is None or not len(observed.targets):

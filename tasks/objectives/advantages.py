@@ -21,7 +21,7 @@ def compute_advantages(
     longest: int,
     branches_R: Tensor | None = None,
 ) -> Tensor:
-    """Return the advantage of each trajectory, which all its tokens get.
+    """Return one advantage for each trajectory; all tokens of a trajectory get it.
 
     `groups_R` is the number of each trajectory's group of responses, from 0. `tokens_R` is the number of sampled tokens
     of each trajectory. `longest` is the largest number of tokens that the policy may sample in one response.
@@ -46,8 +46,9 @@ def weigh_signs(part: Advantage, found: Tensor) -> Tensor:
 
 
 def whiten(found: Tensor, weight: Tensor) -> Tensor:
-    """Subtract the weighted mean and divide by the weighted standard deviation; return zeros if all values are
-    equal."""
+    """Whiten values: subtract their weighted mean, and divide by their weighted standard deviation; return zeros if all
+    values are equal.
+    """
     if _all_equal(found, weight):
         return torch.zeros_like(found)
     mean, deviation = _moments(found, weight)

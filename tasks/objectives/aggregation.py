@@ -10,7 +10,7 @@ def row_weights(tokens_R: Tensor, aggregation: str, longest: int, episodes_R: Te
     """Return the weight (float64) that the tokens of each row have in the loss of a minibatch.
 
     `tokens_R` is the number of tokens with loss mask 1 in each row, including tokens whose loss a clip or a correction
-    sets to zero. A row without tokens with loss mask 1 does not count as a row. `episodes_R` is the episode number of
+    sets to zero. A row in which no token has loss mask 1 does not count as a row. `episodes_R` is the episode number of
     each row; all rows of an episode count as one row.
     """
     if episodes_R is not None:

@@ -39,7 +39,7 @@ class MaskedTokens:
     row_M: Tensor  # int64: number of the token's row (trajectory)
     proximal_M: Tensor | None = None  # log-probs under pi_p, the proximal policy, if the objective sets `uses_proximal`
     entropy_M: Tensor | None = None  # entropy of pi at the token in nats, if the objective sets `uses_entropy`
-    kept_M: Tensor | None = None  # bool: True if the token counts (see `keep`), if the objective sets `uses_batch`
+    kept_M: Tensor | None = None  # bool: True if the token has a loss (see `keep`), if the objective sets `uses_batch`
     reference_M: Tensor | None = None  # log-probs under the reference policy, if the objective sets `uses_reference`
     kl_weight: float | None = None  # weight of the KL penalty if the learner adapts the weight, else None
 
@@ -67,6 +67,7 @@ class Objective(Protocol):
         """Return the loss of each token."""
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-        """Return for each token with loss mask 1 in the batch whether the token's loss counts. The learner calls `keep`
-        before the first update of a policy version."""
+        """Return for each token with loss mask 1 in the batch whether the token contributes to the loss. The learner
+        calls `keep` before the first update of a policy version.
+        """
         return torch.ones_like(proximal_B, dtype=torch.bool)

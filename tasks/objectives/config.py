@@ -1,4 +1,4 @@
-"""Defines the config section `[train.objective]`, which combines a loss from parts (ratio, surrogate, correction,
+"""Defines the config section `[train.objective]`, which builds a loss from parts (ratio, surrogate, correction,
 advantage, penalties).
 
 The key `kind` names a preset objective (see `presets.py`). Parts and keys that the recipe (the TOML file of a run)
@@ -201,8 +201,8 @@ class PartsObjective(ObjectiveBase):
 
     @property
     def trains_tokens(self) -> bool:
-        """True if each token can have an advantage of its own. A clipped ratio of the whole response gives all its
-        tokens the same gradient.
+        """True if each token can have an advantage of its own. A clipped ratio of the whole response gives all tokens
+        of the response the same gradient.
         """
         return self.ratio.level == "token" or not isinstance(self.surrogate, Clip | BinaryTv)
 
@@ -222,8 +222,9 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the recipe's parts of an objective into the preset's parts, key by key. A part of the recipe with another
-    `kind` replaces the whole part of the preset."""
+    """Merge the recipe's parts of an objective into the preset's parts, key by key. If a part of the recipe has another
+    `kind` than the preset's part, it replaces that part as a whole.
+    """
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -262,7 +263,7 @@ def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator
             yield refusal(f"environment.{key}", given, cure)
 
 
-# If a config has all these keys, as a recorded run has, a key without an effect is accepted.
+# If a config has all these keys, as the config of a recorded run does, a key without an effect is accepted.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 
@@ -279,8 +280,8 @@ def _check_counts(correction: Correction, given: Any) -> None:
     judged_alone = correction.outside == "mask" and not correction.weigh and correction.judge is not None
     if judged_alone and given.get("level", "token") != "token":
         cure = (
-            "this key has no effect, because the mask decides by `judge` and does not weight; remove it, or "
-            "set weigh = true"
+            "this key has no effect, because the mask decides at the level `judge`, and kept tokens are not "
+            "weighted; remove it, or set weigh = true"
         )
         refuse("train.objective.correction.level", correction.level, cure)
 
@@ -303,8 +304,9 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Reject settings of an objective that would not train what they seem to say; call `check_new` only for new
-    runs."""
+    """Reject settings of an objective that would train something else than their names suggest; call `check_new` only
+    for new runs.
+    """
     if isinstance(objective, PartsObjective):
         _check_length(objective)
         _check_credit(objective)
@@ -328,8 +330,9 @@ def _check_length(objective: PartsObjective) -> None:
 
 
 def _check_credit(objective: PartsObjective) -> None:
-    """Reject credit of single turns with a clipped ratio of whole responses, which gives all tokens of a response the
-    same gradient."""
+    """Reject advantages of single turns (the key `credit`) with a clipped ratio of whole responses, because such a
+    ratio gives all tokens of a response the same gradient.
+    """
     part, level = objective.advantage, objective.ratio.level
     if part.credit != "episode" and not objective.trains_tokens:
         cure = f'with ratio.level = "{level}" all turns of a response are trained alike; set ratio.level = "token"'
@@ -337,8 +340,9 @@ def _check_credit(objective: PartsObjective) -> None:
 
 
 def _check_k1(penalties: Penalties) -> None:
-    """Reject the KL estimator k1 in the loss, because its gradient does not depend on the other policy of the
-    divergence."""
+    """Reject the KL estimator k1 in the loss, because its gradient does not depend on the policy to which the trained
+    policy is compared.
+    """
     if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
         cure = (
             'the gradient of k1 in the loss does not depend on the other policy; choose "k2" or "k3", or '

@@ -1,10 +1,10 @@
 """Off-policy corrections: weights and masks for tokens that an older policy sampled, computed from a probability ratio
 without gradient.
 
-If the ratio's older policy is the proximal policy pi_p, the correction uses the ratio pi_p / mu (decoupled PPO). With
-any other older policy, the correction uses the ratio pi / mu of the trained policy pi and the policy mu that sampled
-the tokens. A token whose loss is set to zero still counts in the denominators of mean losses. Shapes: M is the number
-of tokens in a micro-batch, and B the number of tokens in a whole batch.
+With `ratio.to = "proximal"`, the correction uses the ratio pi_p / mu of the proximal policy pi_p and the policy mu that
+sampled the tokens (decoupled PPO). Otherwise, the correction uses the ratio pi / mu of the trained policy pi and mu. A
+token whose loss is set to zero still counts in the denominators of mean losses. Shapes: M is the number of tokens in a
+micro-batch, and B the number of tokens in a whole batch.
 """
 
 from __future__ import annotations

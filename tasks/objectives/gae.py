@@ -17,8 +17,8 @@ from rollflow.tasks.objectives.advantages import weigh_signs, whiten
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """Return the reward of each token, which is its negative price; the last token also gets the trajectory's reward.
-    The price of a token is its KL penalty, minus its own reward if it has one.
+    """Return the reward of each token: minus its price `price_B`. The last token of a trajectory also gets the
+    trajectory's reward. The price of a token is its KL penalty, minus the token's own reward if it has one.
 
     `starts` has the index of each trajectory's first token among the B tokens, and B as its last element.
     """

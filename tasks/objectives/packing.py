@@ -2,7 +2,7 @@
 
 Shapes: R rows (trajectories) are packed into L lines (sequences), padded to T tokens each. M is the number of tokens
 with loss mask 1 in the micro-batch. Padding is on the right, so under causal attention no real token attends to
-padding. If several rows of a line share tokens, attention keeps the other tokens of these rows apart.
+padding. If several rows of a line share tokens, no token of a row attends to tokens that only other rows have.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class MicroBatch:
     row_M: Tensor  # int64: the row of the batch to which each token with loss mask 1 belongs
     among: Tensor  # (M,) int64: index of each token among the batch's B tokens with loss mask 1
     positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares tokens
-    last: Tensor | None = None  # (L, T) int64: see `Packing.last`; None if no row shares tokens
-    packing: Packing | None = None  # the layout, if each token attends to its path only; then L is 1
-    most: int = 0  # with `packing`: see `Sharing.dense`
+    last: Tensor | None = None  # (L, T) int64: `Packing.last`, for the attention mask; None if no row shares tokens
+    packing: Packing | None = None  # the layout, if each token attends only to its path; then L is 1
+    most: int = 0  # with `packing`: attention over a tree of at most so many tokens is dense
     observed: ObservedTargets | None = None  # None if the environment's tokens are not trained on
     # (M,) int64: number of each token. Tokens that several rows share have one number, because one hidden state
     # predicts them. None if all numbers differ.
@@ -63,8 +63,9 @@ class MicroBatch:
         return torch.cat([self.where[0], self.observed.where[0]]), torch.cat([self.where[1], self.observed.where[1]])
 
     def keep_rows(self, kept_R: Tensor) -> MicroBatch:
-        """Return the micro-batch without the tokens with loss mask 1 of rows for which `kept_R` is False. The tokens of
-        the environment are kept."""
+        """Return the micro-batch without the sampled tokens (loss mask 1) of those rows for which `kept_R` is False.
+        The tokens of the environment are kept.
+        """
         kept_M = kept_R[self.row_M]
         return replace(
             self,
@@ -76,8 +77,9 @@ class MicroBatch:
         )
 
     def find_distinct(self, some: slice) -> tuple[Tensor, Tensor] | None:
-        """Return the indices of distinct tokens among the tokens `some` with loss mask 1, and for each of the tokens
-        `some` the index of its distinct token. Return None if all tokens are distinct."""
+        """Return the indices of the distinct tokens in the slice `some` of the tokens with loss mask 1, and for each
+        token of the slice the index of its distinct token. Return None if all tokens are distinct.
+        """
         if self.number is None:
             return None
         _, first, index = np.unique(self.number[some].numpy(), return_index=True, return_inverse=True)
@@ -153,7 +155,7 @@ def _micro_batch(data: BatchRows, lines: Sequence[PackedSequence], most: int | N
 
 
 def _number_tokens(laid: Packing, targets_M: np.ndarray) -> Tensor | None:
-    """Return `MicroBatch.number`."""
+    """Return `MicroBatch.number`, the number of each token with loss mask 1; return None if all numbers differ."""
     line_M, place_M = laid.sampled.at
     keys_M = (line_M * laid.tokens.shape[1] + place_M) * FAR + targets_M
     distinct, number_M = np.unique(keys_M, return_inverse=True)

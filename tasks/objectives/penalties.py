@@ -1,4 +1,6 @@
-"""Computes KL penalties of tokens, which are added to the loss or subtracted from the reward. Shapes: M tokens."""
+"""Computes KL penalties of tokens, which are added to the loss or subtracted from the reward. In shapes, M is the
+number of tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Computes probability ratios of two policies for the same tokens, from log-probs in nats. In shapes, M is the number
-of tokens, which make up whole rows (trajectories)."""
+of tokens.
+"""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from rollflow.storage.model_input import refuse
 class ObservedTokens:
     """The tokens of a batch that the environment added after the policy's tokens."""
 
-    indices: np.ndarray  # int64, O: indices of the tokens in the tokens of all rows
+    indices: np.ndarray  # int64, O: indices of the observed tokens in `BatchRows.tokens`
     starts: np.ndarray  # int64, R + 1: position in `indices` at which each row begins
 
     @property
     def counts(self) -> np.ndarray:
-        """Number of observed tokens of each row."""
+        """Number of observed tokens (tokens of the environment) of each row."""
         return np.diff(self.starts)
 
 
@@ -105,8 +105,9 @@ class BatchRows:
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
     def with_observed(self) -> BatchRows:
-        """Return the batch with its observed tokens. A token is observed if it follows the row's first token with loss
-        mask 1 and was not sampled by the policy."""
+        """Return the batch with the indices of its observed tokens (`ObservedTokens`). A token is observed if it
+        follows the row's first token with loss mask 1 and was not sampled by the policy.
+        """
         last = self.offsets[1:] - 1
         first = (
             last
@@ -170,7 +171,7 @@ def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
 def _split_roles(batch: TrajectoryBatch, numbers_R: np.ndarray) -> np.ndarray:
     """Number rows again, so that rows have equal new numbers only if their old numbers and their roles are equal.
 
-    Numbers of a role are consecutive, so that each minibatch contains groups of all roles.
+    The new numbers of a role are consecutive, so that each minibatch contains groups of all roles.
     """
     if batch.optional("role") is None:
         return numbers_R
@@ -190,7 +191,8 @@ def _read_turn_starts(batch: TrajectoryBatch, offsets: np.ndarray) -> np.ndarray
 
 
 def _read_turn_states(batch: TrajectoryBatch) -> np.ndarray | None:
-    """Return the state of each recorded turn, 0 for an unnamed state; return None if no state has a name."""
+    """Return the hash of the state of each recorded turn, 0 for an unnamed state; return None if no state has a name.
+    """
     column, starts = batch.optional("turn_states"), batch.optional("turn_starts")
     if column is None or starts is None:
         return None

@@ -16,7 +16,8 @@ advantage of a token contains only rewards of steps that end at the token or lat
 With the scale "group", d is the standard deviation plus `EPSILON`; otherwise d is 1. The scales "batch" and "whiten"
 scale the sum by its standard deviation over all tokens of the batch.
 
-An episode of several branches counts once: its reward counts in A once, and its steps count like those of one response.
+An episode of several branches counts as one response: its reward counts in A once, and its steps are those of all
+branches.
 
 Shapes: R is the number of trajectories, E the number of episodes, B the number of tokens that the policy sampled, S the
 number of steps, and G the number of groups of responses to one prompt.
@@ -79,8 +80,9 @@ def sum_following(values_B: Tensor, order: EpisodeOrder) -> Tensor:
 
 
 def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
-    """Subtract the baseline of its group from each step reward; with the scale "group", also divide by the standard
-    deviation."""
+    """Subtract from each step reward the baseline of its group; with the scale "group", also divide by the standard
+    deviation.
+    """
     group_S = groups_E[episode_S]
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0
     count_G, mean_G = _mean_by(group_S, rewards_S, groups)
@@ -98,8 +100,9 @@ def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, grou
 
 def _mean_of_others(rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
     """Return the baseline of each step: the mean step reward of each other episode of the group, averaged over these
-    episodes. Episodes without steps do not count in this average. A step without other episodes has its own reward as
-    baseline, and so no effect."""
+    episodes. Episodes without steps do not count in this average. If no other episode of the group has a step, the
+    baseline of a step is its own reward, so that the step has no effect.
+    """
     count_E, mean_E = _mean_by(episode_S, rewards_S, len(groups_E))
     counts_E = count_E > 0
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0

@@ -61,8 +61,8 @@ class Clip(Section):
         None,
         gt=1,
         le=UNBOUNDED,
-        description="dual clip of PPO: largest probability ratio with which a token with a negative advantage "
-        "counts in the loss; default: no limit",
+        description="dual clip of PPO: the loss of a token with a negative advantage is at most this number times the "
+        "absolute value of the advantage; default: no limit",
     )
 
 
@@ -102,8 +102,8 @@ class PolicyGradient(Section):
 
 
 class BinaryTv(Section):
-    """Options of the binary total-variation loss: the advantage times the probability ratio. Only tokens count whose
-    probability is still close to the probability under the older policy.
+    """Options of the binary total-variation loss: the advantage times the probability ratio. A token has no loss if its
+    probability differs too much from its probability under the older policy.
     """
 
     kind: Literal["binary-tv"] = Field(

@@ -1,5 +1,6 @@
 """Computes surrogate losses: the loss of each token, from its probability ratio r, its advantage A and its log-prob.
-Shapes: M tokens."""
+In shapes, M is the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
 def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
     """Return REINFORCE's loss -w A log pi (Williams 1992), where w is the clamped ratio without gradient.
 
-    With one range from 0 for positive and negative advantages, the loss is that of TIS (Yao et al. 2025) and CISPO
-    (MiniMax 2025). With w = 1 for A > 0 and the range [0, 1] for other A, the loss is that of TOPR (Le Roux et al.
-    2025). Where the range is a single number, no token counts as clipped.
+    If positive and negative advantages have the same range, which begins at 0, the loss is that of TIS (Yao et al.
+    2025) and CISPO (MiniMax 2025). With w = 1 for A > 0 and the range [0, 1] for other A, the loss is that of TOPR (Le
+    Roux et al. 2025). Where the range is a single number, no token counts as clipped.
     """
     advantage_M = tokens.advantage_M
     good_M = advantage_M > 0
@@ -57,10 +58,10 @@ def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedToken
 
 
 def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """Return the loss -r A, or zero for a token whose probability has moved too far from the older policy.
+    """Return the loss -r A, or zero for a token whose probability differs too much from that under the older policy.
 
-    The move is pi - mu, the difference of the token's probabilities under the trained and the older policy. The move is
-    too far if pi - mu > high for A > 0, or pi - mu < -low for A < 0.
+    Let pi be the token's probability under the trained policy, and mu under the older policy. The difference is too
+    large if pi - mu > high for A > 0, or pi - mu < -low for A < 0.
     """
     advantage_M, moved_M = tokens.advantage_M, tokens.logp_M.detach().exp() - old_M.exp()
     over_M = ((advantage_M > 0) & (moved_M > part.high)) | ((advantage_M < 0) & (moved_M < -part.low))

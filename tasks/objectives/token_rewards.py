@@ -1,4 +1,4 @@
-"""Checks whether an objective can use the rewards of tokens, steps and turns. This module imports no torch."""
+"""Checks whether an objective can use the rewards of tokens, steps and turns. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -126,8 +126,9 @@ def _sum_rewards(turns: Turns, data: BatchRows, price_B: Tensor, final_E: Tensor
 
 
 def _compare(part: Advantage, values_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Subtract the baseline of its group from each value; with the scale "group", also divide by the standard
-    deviation."""
+    """Subtract from each value the baseline of its group; with the scale "group", also divide by the standard
+    deviation.
+    """
     ones_N, all_N = torch.ones_like(values_N), torch.ones_like(groups_N, dtype=torch.bool)
     centred_N = subtract_baseline(part, values_N, groups_N, ones_N, all_N)
     return scale_advantages(part, values_N, centred_N, groups_N, ones_N, all_N) if part.scale == "group" else centred_N

@@ -1,7 +1,7 @@
 """Renders chats with the chat template in a policy's folder.
 
-A chat template may read the current time (`strftime_now`), which is fixed at the run's start, so that a question always
-has the same tokens.
+A chat template may read the current time (`strftime_now`). This time is fixed at the run's start, so that a question
+always has the same tokens.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ChatTemplate:
         return cast(str, _attempt(system, lambda: self._apply(list_messages(text, system), tokenize=False)))
 
     def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text that the chat template writes between two answers of the policy, with `messages` between
-        them.
+        """Return the text that the chat template writes between two answers of the policy, if `messages` follow the
+        first answer.
 
         Raises:
             ConfigError: the chat template rejects the messages, or does not render answers unchanged.
@@ -78,7 +78,7 @@ class ChatTemplate:
         return cast(str, _attempt(None, lambda: self._apply(messages, tokenize=False, tools=tools)))
 
     def keeps_answer(self, roles: tuple[str, ...], *, thinks: bool) -> bool:
-        """Return whether the chat template leaves an answer unchanged if messages of these roles follow.
+        """Return whether the chat template leaves an answer unchanged if messages with the roles `roles` follow.
 
         With `thinks`, the answer contains a thought in <think> tags, which some chat templates remove from earlier
         turns.
@@ -115,7 +115,7 @@ class ChatTemplate:
         try:
             rendered = self.render(QUESTION, system)
         except ConfigError:
-            # Without a system message, the template may raise another error.
+            # If the template also fails without the system message, that error is raised.
             self.render(QUESTION, None)
             raise
         if QUESTION not in rendered:

@@ -23,7 +23,7 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-# smallest number of tokens of the probe, and its length beyond a sliding window
+# smallest number of tokens of the probe, and number of tokens by which the probe exceeds a sliding window
 PROBE = 32
 # largest number of tokens of the probe; a longer probe would take longer than a training step
 LONGEST_PROBE = 8448
@@ -101,7 +101,7 @@ def _window(text: Mapping[str, Any]) -> Any:
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the RoPE scalings in the config, of which each kind of layer may have its own."""
+    """Yield the RoPE scalings in the config; each kind of layer may have its own scaling."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):

@@ -15,7 +15,7 @@ from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 POOL = 20_000  # number of demonstrations from which batches are drawn
-LEAST = 0.1  # smallest distance to the target accuracy with which a domain counts, as a share of the target
+LEAST = 0.1  # lower bound on a domain's distance to the target accuracy in `weigh`, as a share of the target
 
 
 class Demonstration(NamedTuple):
@@ -28,7 +28,8 @@ class Demonstration(NamedTuple):
     sampled: Sequence[bool] = ()
 
 
-# Returns the demonstrations of a question, several if the chat template changes earlier answers: one for each context.
+# Returns the demonstrations of a question. If the chat template changes earlier answers, there is one demonstration for
+# each context.
 Encode = Callable[[Prompt, Question], Sequence[Demonstration]]
 
 
@@ -38,7 +39,9 @@ class DemonstrationPool:
     def __init__(
         self, prompts: RunPrompts, encode: Encode, draw: random.Random, close: Callable[[], None] = lambda: None
     ) -> None:
-        """Draw demonstrations with `draw`. The method `close` calls the function `close`."""
+        """Set up the pool. The random generator `draw` chooses the demonstrations. The method `close` calls the
+        function `close`.
+        """
         self._prompts, self._encode, self._draw, self.close = prompts, encode, draw, close
         self._weights = [config.share for config in prompts.configs]
         self._made: dict[tuple[int, int], Sequence[Demonstration]] = {}

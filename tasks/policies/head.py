@@ -6,7 +6,7 @@
 Some models compute more than a matrix product, such as a soft-cap (Gemma 2), a scale (Granite, Cohere) or a bias, so
 `LMHead` runs the model's own forward pass. A model that cannot be run in this way is rejected at the start of a run.
 
-Shapes: M is the number of positions, T of tokens, H of hidden features, and V of tokens in the vocabulary.
+In shapes, M is the number of positions, T the number of tokens, H the hidden size, and V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class LMHead:
     def __init__(self, model: Any, *, judged: bool = True) -> None:
         """Find the language-model head of `model`, and test the head with a few tokens.
 
-        With `judged`, log-probs are compared; `judged` must be False for a model without weights.
+        With `judged`, the head's log-probs are compared with those of the model's own forward pass; `judged` must be
+        False for a model without weights.
 
         Raises:
             ConfigError: the decoder and the head of the model cannot be run separately. With `judged`, the error is

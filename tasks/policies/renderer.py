@@ -17,8 +17,8 @@ class PolicyRenderer:
     """Renders the messages that follow a response, with the chat template or as plain text.
 
     Only new messages are tokenized; the tokens of earlier responses stay unchanged. The chat template's end token is
-    not repeated if the response already ends with it. Text of a control token in a message, a tool's schema or an
-    observation never becomes the token (see `control_text`).
+    not repeated if the response already ends with it. If a message, a tool's schema or an observation contains the text
+    of a control token, the text is not encoded as this token (see `control_text`).
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:
@@ -89,7 +89,7 @@ class PolicyRenderer:
         spoken = [self._drop_end(message) for message in (*earlier, *recent)]
         later = [*self._cut_messages(spoken, answers=True), *self._cut_messages(messages)]
         whole = template.render_messages([*prompt.messages, *later])
-        # Nothing is rewritten if the template has begun a thought in the prompt, which cannot be changed.
+        # Nothing is rewritten if the template has begun a thought in the prompt, because the prompt cannot be changed.
         return self._encode(whole[len(before) :]) if whole.startswith(before) else None
 
     def _drop_end(self, message: Mapping[str, str]) -> Mapping[str, str]:
@@ -100,8 +100,9 @@ class PolicyRenderer:
         return {**message, "content": message["content"].removesuffix(self._tokenizer.decode([end]))}
 
     def _cut_messages(self, messages: Sequence[Mapping[str, str]], *, answers: bool = False) -> list[Mapping[str, str]]:
-        """Return messages in which marks split each text of a control token. With `answers`, messages of the assistant
-        stay unchanged, because the policy's answers may contain control tokens."""
+        """Return messages in which marks split the text of each control token. With `answers`, messages of the
+        assistant stay unchanged, because the policy's answers may contain control tokens.
+        """
         cut = self._tokenizer.cut_message
         keeps = [answers and one["role"] == "assistant" for one in messages]
         contents = [one["content"] if kept else cut(one["content"]) for one, kept in zip(messages, keeps, strict=True)]
@@ -111,7 +112,7 @@ class PolicyRenderer:
         ]
 
     def _write_plain(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return messages as plain text, in which marks split each text of a control token."""
+        """Return messages as plain text, in which marks split the text of each control token."""
         if not any("frame" in one for one in messages):
             return self._tokenizer.cut_control("".join(one["content"] for one in messages))
         cut = self._tokenizer.cut_message
@@ -128,8 +129,9 @@ class PolicyRenderer:
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]], cut: Callable[[str], str] = str) -> str:
-    """Return a text that describes tools to a policy whose chat template does not describe them. `cut` changes the
-    schemas."""
+    """Return a text that describes tools to a policy whose chat template does not describe them. The function `cut` is
+    applied to the schemas.
+    """
     listed = cut("\n".join(json.dumps(tool["function"]) for tool in tools))
     call = '<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>'
     return f"\nTools:\n{listed}\nTo call a tool, write {call}\n"

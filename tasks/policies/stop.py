@@ -43,8 +43,8 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """Return a list with the id of the tokenizer's end token; empty if it has none or the token is not in the
-    vocabulary.
+    """Return a list with the id of the tokenizer's end token; the list is empty if the tokenizer has no end token or
+    the token is not in the vocabulary.
     """
     name = read_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}

@@ -26,7 +26,7 @@ from rollflow.tasks.policies.tokens.control_text import ControlTokens
 from rollflow.tasks.policies.tokens.token_ends import find_ends
 from rollflow.tasks.prompts.base import Asked
 
-# pieces of text that two tokenizers may encode differently, alone or in combination
+# pieces of text that, alone or joined, two tokenizers may encode differently
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
 # Texts with at least this number of characters are tokenized by `encode_batch`, which releases Python's lock.
 LONG = 10_000
@@ -85,7 +85,7 @@ class PolicyTokenizer:
         return self._control.cut(text)
 
     def cut_message(self, text: str) -> str:
-        """Do the same as `cut_control` for a message that other text may directly precede or follow."""
+        """Do the same as `cut_control` for a message; other text may directly precede or follow the message."""
         return self._control.cut_message(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -103,11 +103,11 @@ class PolicyTokenizer:
         return self.decode(tokens[:-1] if ended else tokens)
 
     def find_tokens(self, tokens: Sequence[int], positions: Sequence[int], special: bool = True) -> list[int]:
-        """Return, for each number of characters, the index of the token at which the decoded response has this many
-        characters.
+        """Return, for each number of characters in `positions`, the index of the token with which the decoded response
+        reaches this number.
 
-        A character that several tokens form counts only at the token that completes it. An invalid byte may count at a
-        later token. If the response has fewer characters, the index is that of its last token.
+        If several tokens form a character, the character belongs to the token that completes it. An invalid byte may
+        belong to a later token. If the response has fewer characters, the index is that of its last token.
         """
         whole = str(self._fast.decode(list(tokens), skip_special_tokens=not special))
 
@@ -185,7 +185,7 @@ class PolicyTokenizer:
         return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """Encode a text, after the tokenizer's start tokens unless the text already begins with them."""
+        """Encode a text, and add the tokenizer's start tokens before it, unless the text already begins with them."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
@@ -240,7 +240,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     """Load tokenizer.json without its truncation and padding settings, which other tools ignore.
 
     Raises:
-        ConfigError: tokenizer.json is missing or is no tokenizer.
+        ConfigError: tokenizer.json is missing or is not a valid tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,1 +1,1 @@
-"""Summaries of scored responses, and estimates of shares of right responses, with their intervals."""
+"""Summaries of scored responses, and estimates of shares of right responses, with confidence intervals."""

@@ -1,10 +1,10 @@
 """Estimates how often a policy answers right, from several responses to each prompt.
 
-    pass_at             chance that one of k responses to a prompt is right
-    wilson_interval     interval of a share, of which n independent responses were seen
+    pass_at             chance that at least one of k responses to a prompt is right
+    wilson_interval     confidence interval of a share that was measured on n independent responses
     effective_size      number of independent responses that are as informative as several responses to each prompt
 
-Responses to one prompt resemble each other, so that intervals must not count them as independent.
+Responses to one prompt resemble each other, so that confidence intervals must not count them as independent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
 
 
 def wilson_interval(share: float, size: float) -> tuple[float, float]:
-    """Compute the 95% interval of a share that was seen among `size` independent responses; (0, 1) without responses.
+    """Compute the 95% confidence interval of a share that was measured on `size` independent responses; return (0, 1)
+    if there are no responses.
 
     With z = 1.96, the interval is (p + z^2/2n ± z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n) (Wilson 1927, Probable
     inference, the law of succession, and statistical inference). The interval is also valid for few responses and for

@@ -16,7 +16,9 @@ class ResponseSummary(NamedTuple):
 
 
 def combine_domains(domains: Mapping[str, ResponseSummary], shares: Mapping[str, float]) -> ResponseSummary:
-    """Return the weighted mean of the results of all domains; a domain without held-out prompts has weight 0."""
+    """Return the mean of the results of all domains, weighted by `shares`; a domain without held-out prompts has weight
+    0.
+    """
     total = math.fsum(shares[domain] for domain in domains)
 
     def mean(values: Mapping[str, float]) -> float:

@@ -1,4 +1,6 @@
-"""Formation, compared with a plain implementation of its definition, and with examples worked by hand."""
+"""Compares the formation of batches (which groups a batch waits for) with a plain implementation of its definition, and
+with examples worked by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from rollflow.tasks.rollout.running_by_version import RunningByVersion
 
 @dataclass(frozen=True)
 class One:
-    """A waiting or a running group; its issue number is also its prompt."""
+    """A group that is waiting for a batch or running; its issue number is also the index of its prompt."""
 
     number: int
     started: int
@@ -40,7 +42,9 @@ class One:
 
 
 def formation(limits: RolloutLimits, waiting: list[One], running: list[One]) -> Formation:
-    """Build a formation; `running` replaces dispatches, with the attributes that the index uses."""
+    """Build a formation; the groups `running` take the place of dispatches and have the attributes that
+    `RunningByVersion` reads.
+    """
     buffer, starts = TrajectoryBuffer(), RunningByVersion()
     for one in waiting:
         buffer.add(one.group, one.number, awaited=one.awaited)
@@ -52,13 +56,13 @@ def formation(limits: RolloutLimits, waiting: list[One], running: list[One]) -> 
 def long_way(
     limits: RolloutLimits, waiting: list[One], running: list[One], number: int, busy: bool, lost: bool
 ) -> bool:
-    """Implement `must_wait` literally from its definition."""
+    """Decide literally by the definition whether a batch must wait (`Formation.must_wait`)."""
     groups, alpha = limits.groups, limits.async_ratio
     if limits.batch_order == "started":
         return bool(running) and sum(one.number < running[0].number for one in waiting) < groups
 
     def old(ones: list[One], later: int) -> list[One]:
-        """List the groups that would be too old for the batch `later` batches after this one."""
+        """List the groups that would be too old for the batch with the number `number + later`."""
         return [one for one in ones if one.started < number + later - alpha]
 
     late = old(running, 1)
@@ -100,7 +104,7 @@ def test_batch_formation_agrees_with_the_plain_definition(
     found = formation(limits, waiting, running)
     assert found.oldest_allowed(number) == number - limits.async_ratio
     assert found.is_full == (len(waiting) >= limits.groups)
-    if found.is_full:  # otherwise the scheduler does not ask
+    if found.is_full:  # the scheduler calls `must_wait` only if enough groups wait
         waits = found.must_wait(number, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
         assert waits == long_way(limits, waiting, running, number, busy, lost)
 
@@ -111,7 +115,7 @@ def waits(waiting: list[One], running: list[One], busy: bool = False, lost: bool
     return found.must_wait(3, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
 
 
-def test_batch_order_started_waits_for_the_oldest_prompt() -> None:
+def test_batch_in_order_of_start_waits_for_the_oldest_prompt() -> None:
     assert waits([One(0, 3), One(2, 3)], [One(1, 3)], batch_order="started")
     assert not waits([One(0, 3), One(1, 3)], [One(2, 0)], batch_order="started")
     assert waits([One(0, 3), One(2, 3), One(3, 3)], [One(1, 3), One(4, 0)], batch_order="started")
@@ -120,10 +124,10 @@ def test_batch_order_started_waits_for_the_oldest_prompt() -> None:
 def test_batch_waits_for_a_group_too_old_for_the_next_batch() -> None:
     full = [One(1, 3), One(2, 3)]
     assert waits(full, [One(0, 2)])
-    assert not waits(full, [One(0, 3)])  # this group is young enough
+    assert not waits(full, [One(0, 3)])  # this group is young enough for the next batch
     assert not waits(full, [One(0, 2, awaited=False)])
     assert waits(full, [One(0, 2, awaited=False)], busy=True)
-    assert not waits([One(1, 1), One(3, 1)], [One(0, 2)])  # the batch has no room for it
+    assert not waits([One(1, 1), One(3, 1)], [One(0, 2)])  # older groups already fill the batch
     assert waits([One(1, 1), One(3, 1)], [One(0, 2)], busy=True)
 
 
@@ -131,7 +135,7 @@ def test_batch_prefers_earlier_prompts_of_equal_age() -> None:
     assert waits([One(1, 2), One(2, 2)], [One(0, 2)])
     assert not waits([One(1, 2), One(2, 2)], [One(3, 2)])
     assert waits([One(1, 2), One(4, 2)], [One(3, 2), One(5, 2)])
-    assert waits([One(1, 2, awaited=False), One(2, 2, awaited=False)], [One(3, 2)])  # awaited ones go first
+    assert waits([One(1, 2, awaited=False), One(2, 2, awaited=False)], [One(3, 2)])  # awaited groups are taken first
 
 
 def test_batch_waits_if_later_batches_cannot_take_running_groups() -> None:
@@ -141,7 +145,7 @@ def test_batch_waits_if_later_batches_cannot_take_running_groups() -> None:
     crowd = [One(10 + i, 2) for i in range(3)]
     assert waits(full, crowd, async_ratio=2.0)
     assert not waits(full, crowd[:2], async_ratio=2.0)
-    assert not waits([One(1, 2), One(2, 2)], crowd, async_ratio=2.0)  # this batch also takes old groups
+    assert not waits([One(1, 2), One(2, 2)], crowd, async_ratio=2.0)  # the groups of this batch are equally old
     assert not waits(full, crowd, async_ratio=2.0, on_stale="drop")
     assert not waits(full, crowd, async_ratio=2.0, lost=True)
     assert not waits(full, [One(10 + i, 2) for i in range(4)], async_ratio=3.0)

@@ -1,4 +1,6 @@
-"""The freshness limit against an exhaustive search over tiny schedules, and against simulated runs."""
+"""Compares the freshness limit, a lower bound on a run's time that depends on alpha, with an exhaustive search over
+tiny schedules and with simulated runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Moment(NamedTuple):
 
 
 def choose(moment: Moment, size: int, alpha: int, slots: int, training: int) -> Iterator[Moment]:
-    """List all choices of a scheduler: which responses to start, and whether and which batch to train."""
+    """List the states after all possible choices of a scheduler: which responses it starts, and which batch it trains,
+    if any.
+    """
     running = sum(response.left > 0 for response in moment.started)
     for count in range(min(len(moment.waiting), slots - running) + 1):
         for starts in set(itertools.combinations(moment.waiting, count)):
@@ -71,7 +75,9 @@ def pass_second(moment: Moment) -> Moment:
 
 
 def search(lengths: tuple[int, ...], size: int, alpha: int, slots: int, training: int) -> dict[tuple[int, ...], int]:
-    """Try every schedule; return the shortest time for each sequence of the batches' longest responses."""
+    """Try every schedule. Return the shortest time for each possible sequence of batches, named by the longest response
+    of each batch.
+    """
     last, found = len(lengths) // size, dict[tuple[int, ...], int]()
     moments = {Moment(0, 0, (), tuple(sorted(lengths)), ())}
     for now in range(sum(lengths) + last * training + 1):
@@ -113,7 +119,7 @@ def test_freshness_limit_equals_the_best_of_all_schedules(
 def test_freshness_limit_is_at_least_the_mean_of_all_batches(
     batches: list[tuple[float, float]], alpha: float, given_times: int
 ) -> None:
-    """For the sums in the proof, and because every batch has to be trained."""
+    """The proof uses these inequalities, and the fact that every batch has to be trained."""
     published = [float(version) for version in range(given_times)]
     waits, trainings = [wait for wait, _ in batches], [training for _, training in batches]
     times = earliest_publications(published, waits, trainings, alpha)
@@ -131,7 +137,7 @@ def test_freshness_limit_is_at_least_the_mean_of_all_batches(
 
 
 def figures_of_run(alpha: float, slots: int, *, groups: int = 4, rollout: dict[str, Any], **sections: Any) -> Figures:
-    """Simulate a small run."""
+    """Simulate a small run, and return the measured numbers."""
     config = RunConfig(
         versions=10,
         groups=groups,

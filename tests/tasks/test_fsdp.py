@@ -1,4 +1,6 @@
-"""The torch learner sharded over ranks (FSDP2) compared with one rank: the same steps, and interchangeable state."""
+"""Compares the torch learner sharded over ranks (FSDP2) with a learner of one rank: their steps are equal, and each
+loads the other's state.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_fsdp_learner_trains_like_a_single_process(folder: Path, ranks: int, kin
     assert made.first_nonfinite() is None
     weights, state = saved(made)
     made.load(weights, changed(state, lambda found: found[min(found)].view(-1)[-1].fill_(math.nan)))
-    assert str(made.first_nonfinite()).startswith("exp_avg/")  # the value is on the last rank
+    assert str(made.first_nonfinite()).startswith("exp_avg/")  # the changed value is in a shard of the last rank
     made._others.end()
 
 
@@ -123,7 +125,7 @@ def test_fsdp_embeddings_train_like_in_a_single_process(tied: bool, tmp_path: Pa
 
 @pytest.mark.long
 def test_fsdp_module_with_children_is_not_gathered_alone(tmp_path: Path) -> None:
-    """RoBERTa's head has a bias of its own, beside a norm and the embeddings."""
+    """RoBERTa's output head has child modules (a norm, for example) and a bias of its own."""
     torch.manual_seed(1)
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "is_decoder": True}
     RobertaForCausalLM(RobertaConfig(vocab_size=VOCABULARY, hidden_size=32, **layers)).save_pretrained(tmp_path)
@@ -138,7 +140,8 @@ def test_fsdp_module_with_children_is_not_gathered_alone(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("others", [(3,), pytest.param((2, 4), marks=SOAK)])
 def test_fsdp_state_of_four_ranks_continues_on_any_number(folder: Path, others: tuple[int, ...]) -> None:
-    """Each rank has only its shards. Three of four ranks have nothing of the critic's head, which has a single row."""
+    """Each rank stores only its shards. Three of four ranks have no shard of the critic's head, which has a single row.
+    """
     kind = KINDS["PPO with a critic"]
     made = in_parts(folder, 4, **kind)
     made.step(batch(0), 0)
@@ -160,7 +163,7 @@ def test_fsdp_state_of_four_ranks_continues_on_any_number(folder: Path, others: 
 
 @pytest.mark.long
 def test_uninitialized_critic_is_not_checked_for_nan(folder: Path) -> None:
-    """The critic's memory may hold anything before its start."""
+    """Before its first update, the critic's memory may contain any values, even NaN."""
     made = in_parts(folder, **KINDS["PPO with a critic"])
     stored = saved(made)
     for parameter in made.model.parameters():
@@ -197,7 +200,7 @@ def test_fsdp_state_continues_in_deepspeed_and_back(folder: Path, kind: str) -> 
 
 @pytest.mark.long
 def test_fsdp_rank_without_rows_takes_part_in_the_step(folder: Path) -> None:
-    """Gradients left by a cold start do not matter either. If no rank has rows, nothing changes."""
+    """Gradients that a cold start left have no effect either. If no rank has rows, the step changes no tensor."""
     one, _ = alone(folder, "GRPO", one_with_signal)
     made = in_parts(folder)
     for parameter in made.model.parameters():
@@ -223,7 +226,7 @@ def test_fsdp_rank_without_rows_takes_part_in_the_step(folder: Path) -> None:
 def test_error_names_a_dead_or_hanging_fsdp_rank(
     folder: Path, sent: signal.Signals, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank is between a forward and a backward pass at that moment."""
+    """The other rank dies or hangs while the first rank is between a forward and a backward pass."""
     made, loss_of = in_parts(folder, seconds=20.0), Updates.compute_loss
     made.step(batch(0), 0)
 
@@ -238,7 +241,8 @@ def test_error_names_a_dead_or_hanging_fsdp_rank(
 
 @pytest.mark.long
 def test_nonfinite_loss_changes_no_fsdp_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
+    """Only the first rank computes a NaN, but both ranks stop. The next step equals that of a learner without the NaN.
+    """
     made, quiet = in_parts(folder), whole(folder)
     for one in (made, quiet):
         one.step(batch(0), 0)
@@ -257,7 +261,7 @@ def test_nonfinite_loss_changes_no_fsdp_weight(folder: Path, monkeypatch: pytest
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["PPO with a critic", pytest.param("GRPO", marks=SOAK)])
 def test_bfloat16_policy_has_sharded_float32_master_weights(folder: Path, kind: str) -> None:
-    """Compared with unsharded ranks, since each of several ranks rounds its gradients to bfloat16."""
+    """The sharded learner is compared with two unsharded ranks, because each rank rounds its gradients to bfloat16."""
     to_reference = {"kl_to": "reference", "kl_weight": 0.1}
     given = {**KINDS[kind], "objective": {"kind": "ppo", "penalties": to_reference}} if "critic" in KINDS[kind] else {}
     made, beside = in_parts(folder, dtype="bfloat16", **given), whole(folder, "bfloat16", ranks=2, **given)
@@ -274,8 +278,8 @@ def test_bfloat16_policy_has_sharded_float32_master_weights(folder: Path, kind: 
     assert saved(beside) == stored
     beside.step(batch(3), 3)
     made.load(stored[0], saved(beside)[1])
-    assert saved(made)[0] == stored[0]  # the learner's masters do not belong to these weights
+    assert saved(made)[0] == stored[0]  # the master weights that are loaded do not belong to these weights
     made.load(*stored)
-    assert saved(made) == stored  # a critic's masters are stored before its weights
+    assert saved(made) == stored  # a critic's master weights are stored before its weights
     for one in (made, beside):
         one._others.end()

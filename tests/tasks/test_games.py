@@ -1,4 +1,6 @@
-"""Rules of FrozenLake and Sokoban: compared with a second implementation, and checked on drawn boards."""
+"""Tests the rules of FrozenLake and Sokoban: compares them with a second implementation, and checks them on random
+boards.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def play_by_oracle(board: Board, moves: str) -> tuple[set[complex], complex, Gam
 
 @st.composite
 def boards(draw: st.DrawFn) -> Board:
-    """Draw boards of both games, with and without a solution."""
+    """Draw random boards of both games, with and without a solution."""
     seed = random.Random(draw(st.integers(0, 2**32)))
     if draw(st.booleans()):
         return FrozenLake.draw(seed, draw(st.integers(2, 6)), draw(st.sampled_from((0.0, 0.2, 0.6))))
@@ -121,12 +123,12 @@ def test_solution_is_shortest_and_reaches_the_goal(board: Board) -> None:
     solution = find_solution(board, 6)
     shorter = 6 if solution is None else len(solution) - 1
     assert solution is None or play_by_oracle(board, solution)[2] is GameEnd.GOAL
-    tried = min(shorter, 5)  # all sequences of five moves are 1,024
+    tried = min(shorter, 5)  # there are 1,024 sequences of five moves
     assert all(play_by_oracle(board, "".join(moves))[2] is not GameEnd.GOAL for moves in product(MOVES, repeat=tried))
 
 
 class UnboundedSokoban(Sokoban):
-    """Sokoban whose shortest solutions are searched in all states."""
+    """Sokoban without a bound on the number of remaining moves, so that the search for a solution tries all states."""
 
     def bound_moves(self, state: State) -> int:
         return 0
@@ -154,7 +156,7 @@ def test_bounded_search_finds_solutions_of_the_shortest_length(board: Sokoban, l
 
 
 def test_sokoban_move_bound_matches_a_hand_calculation() -> None:
-    """The player takes one step to a box on f or g, and pushes both boxes two cells to their goals."""
+    """The player takes one step to a box on cell f or g, and pushes each of the two boxes two cells to its goal."""
     assert Sokoban.read(4, "no/:fga").bound_moves((5, 6, 0)) == 1 + 4
     assert Sokoban.read(4, "no/:fga").bound_moves((13, 14, 0)) == 0
 
@@ -168,16 +170,16 @@ def test_random_shortest_solutions_have_equal_length() -> None:
 
 
 def test_moves_in_a_small_room_match_a_hand_example() -> None:
-    """The room is a b / c d with the box on b; only a push downwards moves the box."""
+    """The box is at the upper edge of the room; only a push downwards moves it."""
     board = Sokoban.read(3, "h/:be")
-    assert board.play(board.start, "U") == (1, 4)  # the box stands at the edge
+    assert board.play(board.start, "U") == (1, 4)  # the box cannot be pushed beyond the edge
     assert board.play((4, 1), "D") == (7, 4)
     assert board.find_end((7, 4)) is GameEnd.GOAL
     assert Sokoban.read(3, "h/h:be").play((4, 1), "D") == (4, 1)
 
 
 @pytest.mark.parametrize("text", ["", "a", "a/b", "a/b:", "/:a", "z/:a", "a/:z", "A/:b", "a/b:c/"])
-def test_text_that_is_no_board_is_refused(text: str) -> None:
+def test_text_that_is_not_a_board_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no board of size 2"):
         FrozenLake.read(2, text)
 

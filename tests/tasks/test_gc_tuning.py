@@ -1,4 +1,4 @@
-"""The collector's settings hold in the real actors that handle every response."""
+"""Tests that the settings of Python's garbage collector hold in the actors that handle every response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.small_run import prepare_small
 from tests.support.tiny_policy import make_policy
 from tests.support.waiting import HANG_SECONDS
 
-IMPORTED = 20_000  # at least this many objects are frozen once all is imported
+IMPORTED = 20_000  # least number of frozen objects after all imports
 
 
 def test_garbage_collector_is_paused_only_inside_the_block() -> None:
@@ -31,7 +31,7 @@ def test_garbage_collector_is_paused_only_inside_the_block() -> None:
 
 
 async def settings(actor: Any) -> tuple[tuple[int, int, int], int]:
-    """Return the thresholds of an actor's process, and the number of its frozen objects."""
+    """Return the garbage collector's thresholds in an actor's process, and the number of frozen objects."""
     found: tuple[tuple[int, int, int], int] = await actor.__ray_call__.remote(
         lambda _: (gc.get_threshold(), gc.get_freeze_count())
     )
@@ -39,7 +39,7 @@ async def settings(actor: Any) -> tuple[tuple[int, int, int], int]:
 
 
 async def spares_the_collector(actor: Any) -> None:
-    """Wait until the actor answers."""
+    """Wait until the actor's process has the tuned thresholds, and check that it has frozen objects."""
     async with asyncio.timeout(HANG_SECONDS):
         while (await settings(actor))[0] != (YOUNG, OLDER, OLDER):
             await asyncio.sleep(0.1)
@@ -71,7 +71,7 @@ async def test_actors_run_with_a_tuned_garbage_collector(
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.soak
 async def test_vllm_engine_runs_with_a_tuned_garbage_collector(ray_node: None, tmp_path: Path) -> None:
-    """In vLLM's front end, the objects of vLLM's imports are frozen."""
+    """The process of the engine's actor freezes the objects that it creates when it imports vLLM."""
     engine = RayEngine.spawn(VllmEngineConfig(), make_policy(tmp_path / "policy"))
     try:
         await engine.start()

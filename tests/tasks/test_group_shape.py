@@ -1,4 +1,6 @@
-"""Groups of the transformers engine in a GPU's shape: their number of rows, and the same reproducibility."""
+"""Tests batches of the transformers engine with the shape for a GPU: their number of rows, and equal responses in any
+batch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from rollflow.tasks.engines.fixed_shape import ON_CPU, ON_GPU, AttentionRows, Fi
 from tests.support.tiny_policy import make_policy, make_weights
 
 REQUESTS = [
-    # prompts shorter and longer than a chunk (64), and equal to one; spans of 64, 128 and 256 keys
+    # prompts that are shorter than a chunk of 64 tokens, longer, or equally long; attention over 64, 128 and 256 keys
     GenerationRequest(f"r{n}", ModelInput.of(tuple(3 + (7 * n + 3 * k) % 300 for k in range(length))), 6, 1.0, seed=n)
     for n, length in enumerate((1, 20, 63, 64, 65, 128, 150))
 ]
@@ -23,7 +25,7 @@ REQUESTS = [
 
 @pytest.fixture
 def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FixedShapeSampler:
-    """Build a sampler on the CPU with a GPU's shape."""
+    """Build a sampler on the CPU with the batch shape for a GPU."""
     make_policy(tmp_path)
     make_weights(tmp_path, seed=0)
     monkeypatch.setattr(fixed_shape, "ON_CPU", ON_GPU)
@@ -41,7 +43,7 @@ def run_all(sampler: FixedShapeSampler, requests: list[GenerationRequest]) -> di
     return {generation.id: generation for generation in ended}
 
 
-def test_fixed_batch_shape_gives_equal_responses(sampler: FixedShapeSampler) -> None:
+def test_fixed_batch_shape_gives_same_responses_in_any_batch(sampler: FixedShapeSampler) -> None:
     together = run_all(sampler, REQUESTS)
     assert {generation.ending for generation in together.values()} == {StopReason.LENGTH}
     for request in REQUESTS:
@@ -54,6 +56,7 @@ def test_fixed_batch_shape_has_fewer_rows_for_long_requests(row_bytes: int, rows
 
 
 def test_fixed_batch_shape_on_a_cpu_has_64_rows(sampler: FixedShapeSampler) -> None:
-    """The number does not depend on the row size, because recorded runs depend on it."""
+    """The number of rows does not depend on the size of a row, because recorded runs are reproduced only with 64 rows.
+    """
     group = AttentionRows(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
     assert len(group.rows) == 64

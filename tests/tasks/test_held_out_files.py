@@ -1,4 +1,6 @@
-"""Held-out questions from a file or a split of their own, and what a run leaves out because of them."""
+"""Tests held-out questions from a file or a split of their own, and the training questions that are left out because of
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from rollflow.tasks.run.prompt_check import read_files
 from rollflow.tasks.run.prompt_pins import PINS, TablePin
 from tests.support.small_run import prepare_small
 
-SAVED = Path(__file__).parent.parent / "fixtures/saved_dataset"  # splits: 20 rows to train on, 5 of them also to test
+SAVED = Path(__file__).parent.parent / "fixtures/saved_dataset"  # 20 rows in the split train; 5 of them also in test
 NAMES = {"question": "problem", "answer": "solution"}
 
 
@@ -44,7 +46,9 @@ def source_of(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def test_held_out_questions_of_a_file_keep_their_order(tmp_path: Path) -> None:
-    """No question of the file is trained on, in whatever spelling, and not even those that are not evaluated."""
+    """No question of the held-out file is trained on, whatever its spelling, even if it is not among the evaluated
+    questions.
+    """
     prompts = prepare_small(tmp_path, versions=1, prompts=[source_of(tmp_path)]).prompts()
     assert [prompt.text for prompt in prompts.held_out()] == TESTED[:4]
     trained = {prompts.prompt(index).text for index in range(200)}

@@ -1,4 +1,4 @@
-"""Import paths of user-defined parts: the allowed objects, and the error for any other object."""
+"""Tests the import paths of user-defined parts: which objects they may name, and the error for any other object."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ def test_error_names_unknown_options_of_an_imported_function() -> None:
 
 
 def test_options_too_long_for_a_worker_are_refused() -> None:
-    """Without this check the pool would mistake the error for a full process table, and retry forever."""
+    """Without this check, the pool of workers would take the operating system's error for a full process table, and
+    retry forever.
+    """
     assert build_verifier(reward("own.parts:wide", words="x" * 90_000))
     with pytest.raises(
         ConfigError, match=r"reward\.options = \{'words': 'xä+\.\.\.: 1\d{5} bytes; write what is large into"
@@ -176,7 +178,7 @@ def test_signature_of_the_verifier_decides_how_it_is_called(
 
 
 class Contract(Protocol):
-    """The contract of the classes below."""
+    """The contract that the classes below implement or violate."""
 
     def answer(self, question: str) -> str:
         """Something."""

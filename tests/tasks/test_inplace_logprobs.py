@@ -1,4 +1,5 @@
-"""Log-probs and entropies computed in the logits' memory equal those of plain autograd to the bit."""
+"""Tests that log-probs and entropies computed in the memory of the logits are bit-identical to those of plain autograd.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +31,8 @@ def plain(logits_MV: Tensor, targets_M: Tensor, *, temperature: float = 1.0, ent
 
 
 def by_hand(logits_MV: Tensor, targets_M: Tensor, weight_M: Tensor, less_M: Tensor, temperature: float) -> Tensor:
-    """Return (M, V) d(weight log p(target) + less entropy) / d logits.
-
-    It is (weight (1[target] - p) - less p (log p + H)) / T.
+    """Return the gradient of weight log p(target) + less entropy for the logits, of shape (M, V). By hand, the gradient
+    is (weight (1[target] - p) - less p (log p + H)) / T, where H is the entropy and T the temperature.
     """
     logp_MV = torch.log_softmax(logits_MV / temperature, -1)
     p_MV = logp_MV.exp()
@@ -70,7 +70,9 @@ def gradients(way: Way, dtype: torch.dtype, parts: Sequence[str], temperature: f
 def test_inplace_logprobs_and_gradients_equal_autograd(
     dtype: torch.dtype, temperature: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients are equal for any number of rows at a time, and for each part of the loss."""
+    """Values and gradients are equal for any number of rows that are processed at a time, and for each part of the
+    loss.
+    """
     monkeypatch.setattr(module, "PIECE_BYTES", rows * V * 4)
     for parts in (["logp"], ["entropy"], ["logp", "entropy"]):
         found, expected = (gradients(way, dtype, parts, temperature) for way in (chosen_tokens, plain))
@@ -90,7 +92,7 @@ def test_logprob_gradient_equals_the_formula_in_float64(temperature: float) -> N
 
 
 class Storages(TorchDispatchMode):
-    """Record the storages of tensors of M x V elements."""
+    """Records the memory addresses of all tensors with M x V elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +118,9 @@ def test_logprobs_and_gradient_use_one_tensor_of_logits(monkeypatch: pytest.Monk
 
 
 def test_second_backward_pass_over_overwritten_logits_fails() -> None:
-    """A second backward pass raises; an operation that needs its own output (tanh) keeps a copy of the logits."""
+    """A second backward pass raises an error. If the logits are the output of tanh, which its backward pass needs, a
+    copy of them is overwritten.
+    """
     hidden_MH, weight_VH, targets_M, *_ = drawn()
     logits_MV = (hidden_MH @ weight_VH.T).requires_grad_()
     found = list[Tensor]()
@@ -142,10 +146,12 @@ def test_logprobs_of_an_empty_batch_have_gradient_zero() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_inplace_gradients_are_right_for_every_architecture(
+def test_inplace_gradients_equal_autograd_in_all_architectures(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients are equal with a soft-cap, a scale, a bias or tied embeddings, and with recomputed logits."""
+    """Gradients equal those of autograd with a soft-cap, a scale, a bias or tied embeddings, and with recomputed
+    logits.
+    """
     model = model_of(name)
     found = pass_over(model, chunk, monkeypatch)
     monkeypatch.setattr(token_logprobs, "chosen_tokens", plain)

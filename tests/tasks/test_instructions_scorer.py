@@ -1,4 +1,4 @@
-"""Each of IFEval's constraints that is checked, on texts that follow it and texts that do not."""
+"""Tests each constraint of IFEval that the scorer checks, on texts that follow the constraint and texts that do not."""
 
 from __future__ import annotations
 
@@ -170,11 +170,11 @@ def test_response_follows_or_breaks_each_constraint(
         ('He said "No." Then left.', 2),
     ],
 )
-def test_sentences_are_counted(text: str, count: int) -> None:
+def test_instruction_scorer_counts_sentences(text: str, count: int) -> None:
     assert count_sentences(text) == count
 
 
-def test_words_are_counted() -> None:
+def test_instruction_scorer_counts_words() -> None:
     assert count_words("It's a well-known fact: 3 cats, 2 dogs.") == 8
 
 
@@ -238,8 +238,9 @@ def test_row_with_an_unknown_constraint_is_refused(reference: dict[str, Any], fa
 AMBIGUOUS = "Hotel Taxi"
 
 
-def test_language_of_a_text_is_always_the_same() -> None:
-    """An ambiguous text, whose language langdetect draws, gets the same score when it is judged again."""
+def test_detected_language_of_a_text_is_always_the_same() -> None:
+    """langdetect guesses the language of an ambiguous text at random; the scorer must find the same language each time.
+    """
     assert len({detect_language(AMBIGUOUS) for _ in range(20)}) == 1
     assert list_languages() == sorted(list_languages())
 
@@ -253,7 +254,7 @@ def no_langdetect(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_langdetect")
-def test_missing_langdetect_refuses_rows_with_a_language() -> None:
+def test_rows_with_a_language_are_refused_without_langdetect() -> None:
     row = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]}
     fault = "the package langdetect is missing; pip install 'rollflow[languages]', or remove the row"
     assert find_reference_fault(InstructionsReward(), row) == fault
@@ -266,6 +267,6 @@ def test_missing_langdetect_refuses_rows_with_a_language() -> None:
 @pytest.mark.parametrize("name", ["change_case:english_capital", "change_case:english_lowercase"])
 @pytest.mark.usefixtures("no_langdetect")
 def test_letter_case_checks_need_no_language_package(name: str) -> None:
-    """A score does not depend on what is installed, so these checks read no language."""
+    """A score must not depend on installed packages, so these checks do not detect the language."""
     text = "DER HUND" if name.endswith("capital") else "der hund"
     assert check_constraint(name, text, {})

@@ -1,4 +1,4 @@
-"""The order of issue, worked by hand; `test_choices` tests its effect on a run."""
+"""Tests the order in which prompts are issued, on examples worked by hand; `test_choices` tests its effect on a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def left(order: IssueOrder, prompt: int, reason: DiscardReason = DiscardReason.S
 def test_reissued_prompts_are_started_before_new_ones() -> None:
     order = order_of([(7, 1), (3, 2)])
     assert prompts(order, 0, 4) == [(7, 1), (3, 2), (100, 0), (101, 0)]
-    assert order.take_issued() == (100, 101)  # the others were issued before
+    assert order.take_issued() == (100, 101)  # the other prompts were issued before
     assert order.take_issued() == ()
     assert prompts(order, 0, 1) == [(102, 0)]
     assert order.take_issued() == (102,)
@@ -66,7 +66,9 @@ def test_preempted_prompt_waits_for_the_next_policy_version(reason: DiscardReaso
 
 
 def test_new_epoch_waits_for_prompts_that_are_issued_again() -> None:
-    """An epoch skips what is solved when it starts, so it starts when its first prompt is next, and not earlier."""
+    """An epoch skips the questions that are solved when it starts. So it starts only when its first prompt is the next
+    to be issued.
+    """
     limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0)
     order = IssueOrder(limits, Cursor((3,), (0,)), [GroupKey(1, 1)], epochs=[(0, 3)])
     assert order.find_missing_epoch() is None
@@ -121,7 +123,7 @@ def test_issued_prompt_includes_its_redundant_responses() -> None:
     assert [drops.count_extra_groups(batch) for batch in (0, 1, 9, 10)] == [3, 3, 3, 3]
 
 
-def test_prompt_is_waited_for_after_max_preemptions() -> None:
+def test_issue_is_marked_as_awaited_after_max_preemptions() -> None:
     order = order_of(on_stale="drop", max_preemptions=2)
     for attempt, awaited in ((0, False), (1, True), (2, True)):
         order.note_discard(Discard(GroupKey(5, attempt), DiscardReason.STALE, 0, 7))
@@ -130,7 +132,7 @@ def test_prompt_is_waited_for_after_max_preemptions() -> None:
     order.forget_slowness([4, 5])
     left(order, 5, attempt=3)
     order.advance(5)
-    assert order.next_issue(0) == Issue(GroupKey(5, 4), 4, awaited=False)  # a batch took it: its count starts again
+    assert order.next_issue(0) == Issue(GroupKey(5, 4), 4, awaited=False)  # once in a batch, preemptions count from 0
 
 
 def test_prompt_without_generated_tokens_does_not_count_as_slow() -> None:
@@ -150,13 +152,13 @@ def test_slow_prompts_form_batches_while_enough_of_them_wait() -> None:
     order = order_of(FIVE, SLOW, **TAIL, **EXTRA)
     assert order.count_extra_groups(0) == 0
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
-    # A filtered prompt is replaced, without extras.
+    # A filtered prompt is replaced by one new prompt, without extra responses.
     assert order.next_issue(0) == Issue(GroupKey(100, 0), 4, awaited=False)
     assert [order.next_issue(1).key.prompt for _ in range(2)] == [2, 3]
     assert order.count_extra_groups(1) == 0
     assert order.count_extra_groups(2) == 3  # one prompt is left, too few for a long round
     assert order.next_issue(2) == Issue(GroupKey(101, 0), 6, awaited=False)
-    # For an earlier batch the round stays the same.
+    # For an earlier batch, the round of the latest batch continues.
     assert order.next_issue(1) == Issue(GroupKey(102, 0), 6, awaited=False)
     assert order.count_extra_groups(1) == 3
 
@@ -219,7 +221,7 @@ def test_batch_waits_for_every_prompt_if_on_stale_is_wait() -> None:
 def test_next_prompts_are_listed_without_being_issued(
     again: list[int], started: int, filtered: int, shares: tuple[float, ...], count: int
 ) -> None:
-    """The environment is reset ahead for the listed prompts; the order of issue stays the same."""
+    """Environments are reset in advance for the listed prompts; listing does not change the order of issue."""
     limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0, shares=shares)
     cursor = Cursor((100,) * len(shares), (filtered,) * len(shares))
     looked, plain = (IssueOrder(limits, cursor, [GroupKey(prompt, 1) for prompt in again]) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The budget of a judge over restarts of the reward actor, whose actors run in this process."""
+"""Tests the token budget of a judge over restarts of the reward actor, which runs in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.described import describe
 from tests.support.judge_server import JudgeServer, Reply, judge_server, verdict
 from tests.support.waiting import HANG_SECONDS
 
-BUDGET = 500  # tokens, of which the server counts 100 for each call
+BUDGET = 500  # budget in tokens; the server counts 100 tokens for each call
 
 
 def context_of(folder: Path, scorer: Mapping[str, Any]) -> RunContext:
@@ -55,7 +55,7 @@ async def ask(actor: RewardActor, *texts: str) -> list[Score]:
 
 
 async def end(actor: RewardActor) -> None:
-    """End the actor without any further record, as a kill does."""
+    """End the actor without storing its usage again, as a kill does."""
     if actor._saving:
         actor._saving.cancel()
     await (await actor._scorer.get()).close()
@@ -100,7 +100,7 @@ async def test_judge_usage_is_stored_at_the_end_of_the_run(tmp_path: Path) -> No
 
 
 async def test_older_judge_usage_never_replaces_a_newer_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends while a record is on its way to a slow storage."""
+    """The run ends while an older record is still being written to a slow storage."""
     monkeypatch.setattr(reward, "SAVE_SECONDS", 0.01)
     with judge_server(lambda *_: verdict(score=5)) as server:
         context = context_of(tmp_path, judge_of(server))
@@ -131,7 +131,9 @@ async def test_older_judge_usage_never_replaces_a_newer_record(tmp_path: Path, m
 
 
 async def test_wrong_judge_api_key_after_a_restart_ends_the_run(tmp_path: Path) -> None:
-    """The first verdict of this process decides, because the key may be another one than before."""
+    """A refused key ends the run unless the judge has given a verdict in the present process. Verdicts before a restart
+    do not count, because the key may have changed.
+    """
     with judge_server(lambda *_: verdict(score=5)) as server:
         context = context_of(tmp_path, judge_of(server))
         actor = RewardActor(context)

@@ -1,4 +1,4 @@
-"""A response that nobody can judge is judged again, and is never trained on."""
+"""Tests responses that no scorer could judge: they are judged again, and are never trained on without a verdict."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RIGHT = Score(1.0, "right")
 
 
 class FlakyJudge(Pipeline):
-    """A pipeline whose judge is away for a share of its calls, or for all calls about one prompt."""
+    """A pipeline whose judge cannot be reached in a share of its calls, or in all calls about one prompt."""
 
     share = 0.0
     lost_prompt: int | None = None  # index of a prompt whose responses are never judged
@@ -148,7 +148,7 @@ async def test_score_queue_reports_when_it_has_room() -> None:
 
 
 class AwayAtFirst(Pipeline):
-    """A pipeline whose judge is away for the first 20 seconds."""
+    """A pipeline whose judge cannot be reached for the first 20 seconds."""
 
     began: float | None = None
     most_running = 0  # largest number of groups that ran at the same time during the outage
@@ -248,13 +248,13 @@ def test_only_external_failures_leave_a_response_unjudged(error: Exception, outc
     assert (score.value, score.outcome) == (0.0, outcome)
 
 
-def test_recorded_run_without_key_judge_tries_uses_no_tries() -> None:
+def test_recorded_run_without_the_key_judge_tries_gets_0_tries() -> None:
     recorded = {"policy": {"path": "p"}, "prompts": [{"kind": "sorting"}], "reward": {"kind": "exact"}}
     assert parse_recorded(recorded).reward.judge_tries == 0
 
 
 class Away(Pipeline):
-    """A pipeline whose judge is away until a time; every call during that time is counted."""
+    """A pipeline whose judge cannot be reached before the time `until`; calls before that time are counted."""
 
     until = 0.0
     calls = 0
@@ -267,7 +267,7 @@ class Away(Pipeline):
 
 
 def test_short_outage_of_a_judge_does_not_end_the_run() -> None:
-    """Many groups run at a time, so one short outage meets more groups than `max_unjudged`."""
+    """Many groups run at the same time, so a single short outage affects more than `max_unjudged` groups."""
     pipeline = Away(MemoryStore("outage"), versions=2, groups=30, choices={"judging": {"": JudgingLimits(1, 5)}})
     pipeline.until = 0.2
     run_virtual(pipeline.run())
@@ -276,7 +276,9 @@ def test_short_outage_of_a_judge_does_not_end_the_run() -> None:
 
 
 def test_long_outage_of_a_judge_does_not_end_the_run() -> None:
-    """Without pauses between two dispatches of a prompt, 20 dispatches fail within a few seconds."""
+    """Without pauses between the dispatches of a prompt, 20 dispatches would fail within a few seconds, and the run
+    would end.
+    """
     pipeline = Away(MemoryStore("long outage"), versions=2, choices={"judging": {"": JudgingLimits(1, 20)}})
     pipeline.until = 300.0
     run_virtual(pipeline.run())
@@ -285,7 +287,7 @@ def test_long_outage_of_a_judge_does_not_end_the_run() -> None:
 
 
 class OneAway(Pipeline):
-    """A pipeline with a second scorer, which is always away. The rest of the run does not need its groups."""
+    """A pipeline with a second scorer that can never be reached. The run ends without the groups of this scorer."""
 
     ended = 0.0
 
@@ -322,7 +324,7 @@ def test_unjudged_groups_do_not_delay_the_end_of_the_run() -> None:
     assert pipeline.ended < max(pauses) + 0.5
 
 
-def test_paused_groups_continue_once_the_scorer_judges() -> None:
+def test_paused_groups_continue_once_the_scorer_judges_again() -> None:
     async def pause(scorer: str) -> float:
         outages, over = Outages(), asyncio.Event()
         for number in range(1, 11):
@@ -338,7 +340,7 @@ def test_paused_groups_continue_once_the_scorer_judges() -> None:
 
 
 def test_cancelled_group_is_not_judged_again() -> None:
-    """A group that was given up delays neither its successor nor the end of the run by 100 tries."""
+    """The 100 tries of a cancelled group would delay the next group and the end of the run."""
     asked: list[ScoreRequest] = []
 
     async def judge(request: ScoreRequest) -> Score:
@@ -419,7 +421,7 @@ def test_error_of_an_environment_does_not_end_the_run(error: type[BaseException]
     ],
 )
 def test_run_with_unjudged_prompts_passes_the_audit(alpha: float, choices: dict[str, Any]) -> None:
-    """Two engines die in a run whose judge fails; the run ends, and the audit finds no violation."""
+    """In a run whose judge sometimes fails, two engines die. The run completes, and the audit finds no violation."""
     pipeline = FlakyJudge(
         MemoryStore(uuid.uuid4().hex),
         versions=3,
@@ -461,7 +463,7 @@ def test_unjudged_responses_are_discarded_only_with_judge_tries() -> None:
 
 
 def test_lost_connection_is_found_as_cause_of_a_library_error() -> None:
-    """`urllib` wraps the refused connection in a `URLError`, which is no `ConnectionError`."""
+    """`urllib` wraps the refused connection in a `URLError`, which is not a `ConnectionError`."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -472,7 +474,7 @@ def test_lost_connection_is_found_as_cause_of_a_library_error() -> None:
 
 
 def test_branches_of_a_response_count_once_in_the_prompt_filter() -> None:
-    """The scheduler compares the rewards of episodes, as the audit does."""
+    """The scheduler's filter uses one reward for each episode, as the audit does."""
     pipeline = Pipeline(MemoryStore("branches"), versions=0, choices={"filter": FilterConfig(max_mean=0.7)})
     run_virtual(pipeline.run())
     scheduler = pipeline.scheduler

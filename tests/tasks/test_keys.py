@@ -1,4 +1,4 @@
-"""No key is in both training and evaluation, whatever the sources of a run are."""
+"""Tests that no question key is in both training and evaluation, whatever the prompt sources of a run are."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def keys(asked: Iterable[Question]) -> set[str]:
 
 
 def numbers_and_words(asked: Iterable[Question]) -> set[tuple[str, ...]]:
-    """Return the oracle's own key: the words and signs of a question in any order, with its answer."""
+    """Return a second kind of key for each question: its sorted words and signs, with its answer."""
     return {(*sorted(re.findall(r"\w+|[-+]", q.text.casefold())), str(q.reference["answer"])) for q in asked}
 
 
@@ -108,7 +108,7 @@ def test_no_question_key_is_both_held_out_and_trained_on(configs: list[PromptCon
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_no_file_trains_on_questions_held_out_by_another(number: int) -> None:
-    """Each file holds out questions that the other one asks."""
+    """Each of the two files holds out questions that are also in the other file."""
     configs = [JsonlPrompts(path="0", held_out=0.3), JsonlPrompts(path="1", held_out=0.3)]
     made = RunPrompts(configs, 0, 40, encode, 200, read)
     alone = RunPrompts([configs[number]], 0, 20, encode, 200, read)
@@ -154,7 +154,8 @@ def test_sum_has_the_same_key_in_every_wording() -> None:
         assert one.canonical_key == other.canonical_key
 
 
-# Hashes of questions from before keys existed: 600 for training, 300 demonstrations, and the held-out questions.
+# Hashes of questions from runs before question keys existed: 600 training questions, 300 demonstrations, and the
+# held-out questions.
 LINES = "".join(
     json.dumps({"question": f"{'What is ' if i % 3 else 'what  is '}{i % 50 + 1} + {i % 7}?", "answer": i}) + "\n"
     for i in range(120)
@@ -181,7 +182,9 @@ def test_held_out_split_by_text_matches_recorded_runs(configs: list[PromptConfig
 
 
 def test_held_out_split_by_text_trains_on_reordered_questions() -> None:
-    """Keys prevent such twins: without keys, most held-out sums had a twin in training."""
+    """Only question keys prevent this: with a split by text, many held-out sums are trained on with their numbers in
+    another order.
+    """
     made = RunPrompts([SOURCES[0]], 0, 256, encode, 200, read, "text")
     source = made.sources[0]
     held = source.held_out(256)
@@ -206,12 +209,12 @@ def story(number: int, bought: object) -> str:
 
 
 def test_near_duplicates_of_held_out_questions_are_counted() -> None:
-    """Each story occurs twice, with another number in one place: 14 of 17 three-word sequences are shared."""
+    """Each story occurs twice, with two different numbers; the two copies share 14 of 17 three-word sequences."""
     twice = count(words((story(i // 2, i), i) for i in range(80)))
     once = count(words((story(i, i), i) for i in range(80)))
     assert twice.held_out == once.held_out == 20
     assert once.found == 0
-    assert twice.found >= 10  # some have both copies held out
+    assert twice.found >= 10  # of some stories, both copies are held out
     assert twice.sentence().startswith(f"{twice.found} of 20 held-out prompts have a near duplicate among ")
 
 

@@ -1,4 +1,6 @@
-"""Kuhn poker: its rules, the exact exploitability of a policy, and the environment in which a policy plays itself."""
+"""Tests Kuhn poker: its rules, the exact exploitability of a policy, and the environment in which a policy plays
+against itself.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def equilibrium(alpha: float) -> Strategy:
 
 
 def win(deal: str, hand: str) -> int:
-    """Return what the first player wins, from the chips that each player has put into the pot."""
+    """Return the number of chips that the first player wins, computed from what each player has put into the pot."""
     paid = [1 + sum(action == "b" for action in hand[seat::2]) for seat in (0, 1)]
     folded = HANDS[hand] == "fold"
     won = (len(hand) % 2 == 0) if folded else "JQK".index(deal[0]) > "JQK".index(deal[1])
@@ -60,7 +62,7 @@ def win(deal: str, hand: str) -> int:
 
 
 def value_by_oracle(strategy: Strategy) -> float:
-    """Return the value of the first player: the sum over all deals and hands of probability times chips."""
+    """Return the first player's expected chips: the sum of probability times chips over all deals and hands."""
     total = 0.0
     for deal, hand in product(DEALS, HANDS):
         weight = 1.0
@@ -72,7 +74,7 @@ def value_by_oracle(strategy: Strategy) -> float:
 
 
 def best_by_oracle(strategy: Strategy, seat: int) -> float:
-    """Return the value of the best of all 64 deterministic strategies of a player."""
+    """Return a player's expected chips with the best of all 64 deterministic strategies."""
     own = [state for state in STATES if len(state) % 2 == 1 - seat]
     plans = (dict(zip(own, plan, strict=True)) for plan in product((0.0, 1.0), repeat=6))
     return max((1 - 2 * seat) * value_by_oracle({**strategy, **plan}) for plan in plans)
@@ -93,15 +95,19 @@ def test_equilibrium_has_the_known_value_and_cannot_be_exploited(alpha: float) -
 
 
 def test_strategy_outside_the_equilibria_can_be_exploited() -> None:
-    """A first player who bets with the jack more than a third of the time is called by the queen."""
+    """If the first player bets with the jack more than a third of the time, the second player gains by calling with the
+    queen.
+    """
     assert find_exploitability({**equilibrium(1 / 3), "J": 0.5}) > 0.01
 
 
 def test_exploitability_of_random_play_matches_hand_calculation() -> None:
-    """Against random play, the first player bets with any card: J -1/2, Q 1/2, K 3/2, so 1/2 in the mean.
+    """Against random play, the first player's best response bets with any card: J -1/2, Q 1/2, K 3/2 chips, so 1/2 in
+    the mean.
 
-    The second player, after a pass: bets with any card, J -1/2, Q 1/2, K 3/2. After a bet: folds J -1, calls with Q 0
-    and with K 2. Both histories are equally likely, so J -3/4, Q 1/4, K 7/4, and 5/12 in the mean.
+    After a pass, the second player's best response bets with any card: J -1/2, Q 1/2, K 3/2. After a bet, it folds with
+    J (-1) and calls with Q (0) and K (2). A pass and a bet are equally likely, so the means are J -3/4, Q 1/4, K 7/4,
+    and 5/12 over all cards.
     """
     assert find_value(UNIFORM) == pytest.approx(1 / 8)
     assert find_best_response(UNIFORM, 0) == pytest.approx(1 / 2)
@@ -172,7 +178,7 @@ def test_rewards_of_the_roles_are_opposite(deal: str, hand: str) -> None:
 @pytest.mark.parametrize(
     ("said", "rewards"), [("x", [-2.0]), ("px", [2.0, -2.0]), ("pbB", [-2.0, 2.0]), ("\n", [-2.0]), ("b2", [2.0, -2.0])]
 )
-def test_letter_that_is_no_valid_action_loses_the_stake(said: str, rewards: list[float]) -> None:
+def test_letter_that_is_not_a_valid_action_loses_the_stake(said: str, rewards: list[float]) -> None:
     score, made, _ = play("KJ", said)
     assert [one.reward for one in made] == rewards
     assert score is not None
@@ -187,7 +193,7 @@ def test_hand_without_room_for_an_action_ends() -> None:
 
 @given(STRATEGIES)
 def test_exploitability_is_measured_by_the_policys_log_probs(strategy: Strategy) -> None:
-    """The policy also says other letters, with half of its probability."""
+    """Half of the policy's probability is on letters that are not actions."""
     strategy = {state: min(max(bet, 1e-6), 1 - 1e-6) for state, bet in strategy.items()}
 
     async def logprobs(tokens: Sequence[int]) -> Sequence[float]:
@@ -261,7 +267,9 @@ def test_kuhn_poker_with_incompatible_keys_is_refused(tree: dict[str, Any], word
 
 
 def test_run_of_kuhn_poker_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks before a run, the pins of the prompts, and the accuracy of a new policy in its environment."""
+    """The checks before a run pass, the prompts are recorded, and the accuracy of a new policy is measured by playing
+    hands.
+    """
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     tree = {
         "prompts": [{"kind": "kuhn-poker"}],

@@ -1,4 +1,6 @@
-"""The torch learner: its gradients against autograd on the plain formulas, and its stale-batch check."""
+"""Tests the torch learner: compares its gradients with autograd on the plain formulas, and checks that it refuses stale
+batches.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def some_batch(seed: int = 0, groups: int = 4):  # type: ignore[no-untyped-def]
 
 @pytest.mark.long
 def test_learner_gradient_equals_the_plain_formula(folder: Path) -> None:
-    """Micro-batches, padding and skipped rows change nothing; the formula runs one row at a time."""
+    """Micro-batches, padding and skipped rows do not change the gradient. The expected gradient is computed one row at
+    a time.
+    """
     batch, made = some_batch(), learner(folder, micro_tokens=24, max_grad_norm=1e9)
     expected_model = learner(folder).model
     rewards = torch.tensor(batch.table["reward"].to_pylist())
@@ -100,7 +104,9 @@ def token_logprobs(made: TorchLearner, batch: TrajectoryBatch) -> list[Tensor]:
 def expected_gradient(
     made: TorchLearner, batch: TrajectoryBatch, part: Sequence[int], name: str, before: Sequence[Sequence[float]]
 ) -> dict[str, Tensor]:
-    """Return the gradient of the rows in `part` by the preset's formula; advantages and moments are over all rows."""
+    """Return the gradient of the rows in `part` by the preset's formula; advantages and second moments are computed
+    over all rows.
+    """
     logp = token_logprobs(made, batch)
     columns = [batch.table[column].to_pylist() for column in ("reward", "logprobs", "loss_mask")]
     behaviour = [[p for p, m in zip(*row, strict=True) if m] for row in zip(*columns[1:], strict=True)]
@@ -121,7 +127,9 @@ OVER_THE_BATCH = ("ppo", "reinforce++", "m2po")  # their loss depends on rows ou
 
 
 def gradient_of_part(name: str, rows: list[Row], part: Sequence[int]) -> dict[int, list[float]]:
-    """Return the slopes of these rows' loss; other rows count only in advantages and second moments."""
+    """Return the derivatives of the loss of the rows `part` with respect to their log-probs; other rows affect only
+    advantages and second moments.
+    """
     empty = [row if i in part else replace(row, pi=[], mu=[], proximal=[]) for i, row in enumerate(rows)]
     return dict(enumerate(oracles.gradient(ORACLES[name], empty)))
 
@@ -133,11 +141,11 @@ def gradient_of_part(name: str, rows: list[Row], part: Sequence[int]) -> dict[in
         for name in PRESETS
         for parts in (1, 2)
         if (parts == 1 or name not in OVER_THE_BATCH)
-        and name != "gigpo"  # it needs turns: see `test_turn_advantages.py`
+        and name != "gigpo"  # this preset needs turns: see `test_turn_advantages.py`
     ],
 )
 def test_optimizer_steps_follow_the_formula_of_each_preset(folder: Path, name: str, minibatches: int) -> None:
-    """Micro-batches, padding, rows that are skipped, and the log-probs from before the first update."""
+    """The formulas hold with micro-batches, padding, skipped rows, and log-probs from before the first update."""
     made = learner(folder, micro_tokens=24, max_grad_norm=1e9, minibatches=minibatches, objective={"kind": name})
     batch = near(some_batch(groups=2), made)
     before = [row.tolist() for row in token_logprobs(made, batch)]
@@ -180,7 +188,9 @@ def test_learning_rate_warms_up_and_decays(folder: Path) -> None:
 
 
 def test_learner_refuses_a_stale_batch() -> None:
-    """The learner checks the bound on the rows again: batches started under version 0, alpha 2."""
+    """The learner itself checks the staleness of each trajectory. Here alpha is 2, and a trajectory was started under
+    version 0.
+    """
     actor = LearnerActor.__new__(LearnerActor)
     actor.config = RunConfig(async_ratio=2.0)
     actor._check_fresh(2, some_batch())
@@ -189,7 +199,9 @@ def test_learner_refuses_a_stale_batch() -> None:
 
 
 def test_batch_with_all_tokens_masked_leaves_weights_unchanged(folder: Path) -> None:
-    """Made-up log-probs are nats away from the policy's: all squares are above the threshold, without momentum."""
+    """The made-up log-probs are several nats away from the policy's, so all squared log-ratios exceed the threshold and
+    no token is kept.
+    """
     made = learner(folder, objective={"kind": "m2po"})
     before = [weight.detach().clone() for weight in made.model.parameters()]
     told = made.step(some_batch(), 0)

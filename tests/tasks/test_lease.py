@@ -1,5 +1,5 @@
-"""A run that no supervisor watches frees its actors; a run that is watched, paused or waits for its store keeps
-them.
+"""Tests the leases of actors: the actors of a run without a supervisor end; those of a run that is watched, paused or
+waiting for its store do not.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ while True:  # it works, and answers nobody
 
 
 class Looks:
-    """A watch on a virtual clock; `status` is what it reads."""
+    """A watch of a lease, with a virtual clock; `status` is the content of the run's status file that the watch reads.
+    """
 
     def __init__(self, lease: Lease = LEASE, share: float = 1.0) -> None:
         self.now, self.status = 0.0, b"0"
         self.watch = LeaseWatch(lease, lambda: self.status, lambda: self.now, share)  # type: ignore[arg-type]
 
     def run_out_after(self, seconds: float, step: float = 1.0) -> float | None:
-        """Read every `step` seconds for a duration; return the time at which the lease expired."""
+        """Read the status every `step` seconds for `seconds` seconds; return the time after which the lease expired, or
+        None.
+        """
         began = self.now
         while self.now - began < seconds:
             self.now += step
@@ -82,7 +85,9 @@ def test_actor_of_a_run_without_a_status_has_a_lease() -> None:
 
 
 def test_actor_lease_ends_later_than_the_lease_of_its_flow() -> None:
-    """An actor that ended before its flow would be restarted: their reads are up to a twentieth of the lease apart."""
+    """If an actor ended before its flow, the flow would restart it. They read the status at different times, up to a
+    twentieth of the lease apart.
+    """
     for delay in range(30):
         flow, actor = Looks(), Looks(share=ACTOR_SHARE)
         flow.now += delay
@@ -93,7 +98,9 @@ def test_actor_lease_ends_later_than_the_lease_of_its_flow() -> None:
 
 
 def test_pause_of_an_actor_process_does_not_shorten_its_lease() -> None:
-    """The actor was suspended with its machine and the supervisor, which writes again a moment later."""
+    """The machine was suspended, with the actor and the supervisor. The supervisor writes the status again a moment
+    after the actor reads it.
+    """
     looks = Looks()
     assert looks.run_out_after(100) is None
     looks.now += 86_400
@@ -106,7 +113,7 @@ def test_unreachable_store_extends_the_lease() -> None:
     assert looks.run_out_after(500) is None
     looks.status = None  # type: ignore[assignment]
     assert looks.run_out_after(3000) is None
-    looks.status = b"0"  # the store answers again; the supervisor, which waited for it, too, has not written yet
+    looks.status = b"0"  # the store answers again, but the supervisor, which also waited for it, has not written yet
     assert looks.run_out_after(500) is None
 
 
@@ -141,7 +148,7 @@ def test_process_with_an_expired_lease_ends_with_its_children(tmp_path: Path) ->
         assert process.stderr
         child = psutil.Process(int(process.stdout.readline()))
         limit = time.monotonic() + 5.0
-        while time.monotonic() < limit:  # while a supervisor watches, the actor lives
+        while time.monotonic() < limit:  # while the status changes, the process lives
             (tmp_path / STATUS).write_bytes(os.urandom(8))
             assert process.poll() is None
             time.sleep(0.1)
@@ -170,6 +177,6 @@ def test_every_detached_actor_holds_a_lease(tmp_path: Path, monkeypatch: pytest.
 
 
 def is_gone(actor: ray.actor.ActorHandle) -> bool:
-    """Return whether Ray reports that an actor is dead, and not killed by this test."""
+    """Return whether Ray reports that an actor is dead."""
     state = ray._private.state.actors(actor._actor_id.hex())
     return bool(state and state["State"] == "DEAD")

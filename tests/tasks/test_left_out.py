@@ -1,4 +1,6 @@
-"""A response that nobody can judge is left out of its group: it is stored with the reason, and is in no baseline."""
+"""Tests that a response that no scorer could judge is left out of its group: the response is stored with the reason,
+and is not part of any baseline.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def build_pipeline(kind: type[Pipeline] = FlakyJudge, share: float = 0.3, tries:
 
 
 def run_and_audit(pipeline: Pipeline, *, single_turn: bool = True) -> list[BatchCommitted]:
-    """Run a pipeline, check by a deep audit that it is sound, and return its batches as the log has them."""
+    """Run a pipeline, check it with a deep audit, and return the log's records of its batches."""
     run_virtual(asyncio.wait_for(pipeline.run(), 1e4))
     assert pipeline.state.version == pipeline.versions
     report = audit(pipeline.store, deep=True, expected=expected_of(pipeline, single_turn=single_turn))
@@ -90,7 +92,7 @@ def list_stored(pipeline: Pipeline, bodies: list[BatchCommitted]) -> Iterator[tu
     redundant=st.integers(0, 2),
     compares=st.booleans(),
 )
-def test_unjudged_responses_are_stored_and_left_out(
+def test_unjudged_responses_are_stored_but_left_out_of_rewards(
     share: float, tries: int, alpha: float, seed: int, redundant: int, compares: bool
 ) -> None:
     choices = {"redundant_responses": redundant}
@@ -122,7 +124,7 @@ def test_group_with_too_few_judged_responses_is_issued_again() -> None:
 
 
 def test_log_names_the_reason_of_each_unjudged_group() -> None:
-    """The reason stands in the log without `leave_out`, too."""
+    """The log contains the reason even if the config has no `unjudged = "leave_out"`."""
     judging = {"": JudgingLimits(1, 10**6)}
     pipeline = build_pipeline(share=0.3, choices={"judging": judging})
     bodies = run_and_audit(pipeline)
@@ -133,7 +135,7 @@ def test_log_names_the_reason_of_each_unjudged_group() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_leave_out_changes_no_batch_if_all_responses_are_judged(alpha: float) -> None:
-    """With `leave_out`, a run whose scorer judges all responses writes the same batches and entries."""
+    """If the scorer judges all responses, a run writes the same batches with and without `unjudged = "leave_out"`."""
     found = []
     for leaves_out in (False, True):
         judging = {"": JudgingLimits(1, 10**6, leaves_out=leaves_out)}
@@ -147,7 +149,9 @@ def test_leave_out_changes_no_batch_if_all_responses_are_judged(alpha: float) ->
 
 
 def test_filter_of_groups_sees_only_judged_responses() -> None:
-    """A group is filtered if its judged responses are all right; a filtered group names its unjudged responses."""
+    """A group is filtered if all its judged responses are right. The log names the unjudged responses of a filtered
+    group.
+    """
     pipeline = build_pipeline(share=0.3, versions=4, choices={"filter": FilterConfig(max_mean=0.999)})
     bodies = run_and_audit(pipeline)
     filtered = {one.key for body in bodies for one in body.discards if one.reason is DiscardReason.FILTERED}
@@ -161,7 +165,8 @@ def test_filter_of_groups_sees_only_judged_responses() -> None:
 
 
 class Walking(Environment):
-    """Two turns, of which the second is scored; the world breaks in some episodes, before or after the first turn."""
+    """An environment with two turns, of which the second is scored. Some episodes fail before or after the first turn.
+    """
 
     def __init__(self, before: float, after: float, seed: int, *, branches: bool = False) -> None:
         self.draw, self.before, self.after, self.branches = random.Random(seed), before, after, branches
@@ -204,7 +209,7 @@ def test_prompt_of_an_episode_without_tokens_is_issued_again() -> None:
 
 
 class Mumbling(Environment):
-    """Ends in some episodes with a reason that UTF-8 cannot encode."""
+    """An environment that ends some episodes with a reason that UTF-8 cannot encode."""
 
     draw = random.Random(0)
 
@@ -214,7 +219,7 @@ class Mumbling(Environment):
         return None if await episode.generate() is None else 1.0
 
 
-def test_reason_that_no_file_can_store_is_escaped() -> None:
+def test_reason_that_utf8_cannot_encode_is_escaped() -> None:
     bodies = run_and_audit(build_pipeline(share=0.0, environment=Mumbling()), single_turn=False)
     reasons = {one.why for body in bodies for one in body.unjudged}
     assert len(reasons) == 1
@@ -222,7 +227,7 @@ def test_reason_that_no_file_can_store_is_escaped() -> None:
 
 
 class Bargaining(Environment):
-    """Two roles speak in turn; the scorer judges what the second one says."""
+    """An environment in which two roles speak in turn, and the scorer judges what the second role says."""
 
     async def play(self, episode: Episode) -> Score | float | None:
         for role in ("buyer", "seller"):
@@ -248,7 +253,9 @@ def test_all_roles_of_an_unjudged_episode_are_left_out() -> None:
 
 
 def draw_group(draw: random.Random, index: int) -> TrajectoryGroup:
-    """Draw a group of episodes, of which some have branches, roles, turns and rewards of tokens, and are left out."""
+    """Draw a random group of episodes. Some have branches, roles, states of turns or rewards of tokens, and some are
+    left out.
+    """
     rows, size = [], draw.randint(3, 5)
     for sample in range(size):
         left_out = True if sample > 1 and draw.random() < 0.5 else None
@@ -279,7 +286,8 @@ def drop_left_out(group: TrajectoryGroup) -> TrajectoryGroup:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_learner_reads_only_the_judged_responses_of_a_group(seed: int, groups: int) -> None:
-    """The rows, and so each baseline, denominator and metric, are those of the judged responses alone."""
+    """The learner's rows are those of the judged responses alone, and so are all baselines, denominators and metrics.
+    """
     draw = random.Random(seed)
     made = [draw_group(draw, index) for index in range(groups)]
     whole = TrajectoryBatch.from_bytes(TrajectoryBatch.from_groups([pack_group(one) for one in made]).to_bytes())
@@ -333,7 +341,7 @@ Groups = list[TrajectoryGroup]
 
 
 def change_rows(select: Callable[[Any], bool], **change: Any) -> Callable[[Groups], Groups]:
-    """Return a function that changes the first selected row of the groups."""
+    """Return a function that changes the first row of the groups for which `select` is True."""
 
     def apply(groups: Groups) -> Groups:
         place = next((g, t) for g, one in enumerate(groups) for t, row in enumerate(one.trajectories) if select(row))
@@ -355,7 +363,7 @@ def is_judged(row: Any) -> bool:
 
 @pytest.fixture
 def sound() -> Pipeline:
-    """Build a sound run with responses that are left out of batch 1."""
+    """Build a run that passes the audit and has left-out responses in batch 1."""
     pipeline = build_pipeline(share=0.25, async_ratio=0.0)
     run_and_audit(pipeline)
     body = committed(pipeline.store, 1).body
@@ -404,7 +412,7 @@ def test_audit_finds_a_group_with_one_judged_response(sound: Pipeline) -> None:
 
 
 def test_audit_finds_a_learner_that_left_out_too_few_responses(sound: Pipeline) -> None:
-    """A learner that trained on an unjudged response says a smaller number, or none."""
+    """A learner that trained on an unjudged response reports a smaller number of left-out responses, or none."""
     changed(sound.store, published(sound.store, 2).n, lambda body: replace(body, metrics={}))
     [fault] = find_faults(sound)
     assert fault.startswith("unjudged: the learner left out 0 responses, but its batch has ")
@@ -472,8 +480,8 @@ def test_audit_finds_impossible_records_of_discarded_groups(
     assert [fault for fault in find_faults(pipeline) if fault.startswith("unjudged: ") and what in fault]
 
 
-def test_audit_finds_filtered_unjudged_responses_without_key() -> None:
-    """Without `leave_out`, a group with an unjudged response is discarded before the filter sees it."""
+def test_audit_finds_filtered_unjudged_groups_without_leave_out() -> None:
+    """Without `unjudged = "leave_out"`, a group with an unjudged response is discarded before the filter sees it."""
     choices = {"filter": FilterConfig(max_mean=0.7), "judging": {"": JudgingLimits(1)}}
     pipeline = build_pipeline(share=0.0, async_ratio=0.0, choices=choices)
     bodies = run_and_audit(pipeline)
@@ -507,7 +515,8 @@ def test_audit_finds_a_branch_without_its_episode() -> None:
 
 
 def test_audit_compares_the_filter_with_judged_rewards() -> None:
-    """A group whose judged responses are all right must have been filtered, although it has an unjudged one."""
+    """A group whose judged responses are all right must have been filtered, even if it also has an unjudged response.
+    """
     pipeline = build_pipeline(share=0.25, async_ratio=0.0, choices={"filter": FilterConfig(max_mean=0.999)})
     run_and_audit(pipeline)
 
@@ -532,7 +541,7 @@ def test_audit_counts_the_responses_that_are_left_out(sound: Pipeline) -> None:
 
 
 class Asking(Environment):
-    """Scores its first turn before its second one."""
+    """An environment that waits for the score of its first turn before its second turn."""
 
     async def play(self, episode: Episode) -> Score | float | None:
         made = await episode.generate(max_tokens=3)
@@ -544,7 +553,7 @@ class Asking(Environment):
 
 
 class StuckScorer(Pipeline):
-    """A pipeline whose scorer never answers about the first attempts at one prompt."""
+    """A pipeline whose scorer never answers for the first dispatch of one prompt."""
 
     started = 0
     cancelled = 0
@@ -567,7 +576,7 @@ class StuckScorer(Pipeline):
 
 
 def test_group_discarded_while_it_is_scored_is_counted_once() -> None:
-    """The environment waits for `episode.score` when its group becomes too old."""
+    """A group becomes too old, and is discarded, while its environment waits for `episode.score`."""
     choices = {"on_stale": "drop", "max_batches_ahead": 1.0}
     pipeline = StuckScorer(
         MemoryStore("stuck"), versions=4, group_size=SIZE, environment=Asking(), async_ratio=1.5, choices=choices

@@ -1,4 +1,6 @@
-"""An episode that is no longer needed ends immediately, even while its environment computes, and delays no group."""
+"""Tests that an episode that is no longer needed ends immediately, even while its environment computes, and delays no
+group.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from tests.support.pipeline import Pipeline, prompt_at
 
 Place = Literal["before its first turn", "between two turns", "behind its last turn"]
 PLACES: tuple[Place, ...] = ("before its first turn", "between two turns", "behind its last turn")
-LONG = 1e6  # virtual seconds: no run of these tests takes a thousandth of it
+LONG = 1e6  # in virtual seconds; each run in these tests takes less than a thousandth of this time
 
 
 class Thinking(Environment):
-    """One of every few episodes computes for a long time, at one place."""
+    """An environment that computes for a long time at the point `place`, in one of every `one_of` episodes."""
 
     def __init__(self, place: Place, one_of: int = 2) -> None:
         self.place, self.one_of, self.played, self.thought = place, one_of, 0, 0
@@ -50,7 +52,7 @@ class Thinking(Environment):
 
 
 class Stubborn(Thinking):
-    """An environment that ignores its cancellation and asks for more."""
+    """An environment that ignores its cancellation and asks for another turn."""
 
     async def think(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -71,8 +73,9 @@ def pipeline(environment: Environment, **changes: object) -> Pipeline:
 @pytest.mark.parametrize("kind", [Thinking, Stubborn])
 @pytest.mark.parametrize("place", PLACES)
 def test_complete_group_does_not_wait_for_a_slow_environment(place: Place, kind: type[Thinking]) -> None:
-    """The tokens of the interrupted episode are counted as surplus."""
-    spread = 1.0 if place == PLACES[2] else 0.0  # else both end at once, and nobody thinks behind its last turn
+    """The tokens of the interrupted episode are counted as surplus tokens, which are not trained on."""
+    # With equal lengths, the group would be complete before its environment computes after the last turn.
+    spread = 1.0 if place == PLACES[2] else 0.0
     run = pipeline(environment := kind(place), sigma=spread)
     assert run_virtual(timed(run)) < LONG / 1000
     assert environment.thought > 0
@@ -80,7 +83,7 @@ def test_complete_group_does_not_wait_for_a_slow_environment(place: Place, kind:
     surplus = [entry.body.surplus_tokens for entry in read(run.store) if isinstance(entry.body, BatchCommitted)]
     assert sum(surplus) > 0 or place == PLACES[0]
     if not spread:
-        assert surplus == [run.groups * 16 * PLACES.index(place)] * 3  # tokens of a turn
+        assert surplus == [run.groups * 16 * PLACES.index(place)] * 3  # each turn has 16 tokens
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
@@ -96,7 +99,7 @@ def test_preempted_responses_end_immediately(place: Place) -> None:
 
 
 class LateFirst(Environment):
-    """Some episodes compute for a second before their first turn."""
+    """An environment that computes for a second before the first turn of some episodes."""
 
     def __init__(self, seed: int) -> None:
         self.draw, self.interrupted = random.Random(seed), 0
@@ -113,7 +116,9 @@ class LateFirst(Environment):
 
 @pytest.mark.parametrize("scheduler", [RolloutScheduler, BatchScheduler])
 def test_episode_without_a_turn_does_not_delay_a_batch(scheduler: type[RolloutScheduler]) -> None:
-    """In batch mode all rewards wait for the last response, also for a preempted one that never began."""
+    """In batch mode, scoring waits for the last response. It must not wait for a preempted episode that has not begun
+    its first turn.
+    """
     choices = {"redundant_groups": 1, "redundant_responses": 1, "on_stale": "drop"}
     interrupted = 0
     for seed in range(4):
@@ -127,7 +132,7 @@ def test_episode_without_a_turn_does_not_delay_a_batch(scheduler: type[RolloutSc
 
 @pytest.mark.parametrize("let_go", [False, True])
 def test_end_of_the_run_cancels_waiting_environments(let_go: bool) -> None:
-    """Environments end with the run, even if both end at the same time."""
+    """Waiting environments are cancelled at the end of the run, even if their episode was given up just before."""
 
     async def main() -> None:
         environment = Thinking("between two turns", one_of=1)

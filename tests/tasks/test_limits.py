@@ -1,4 +1,4 @@
-"""The scheduler's limits from the config, and its filter."""
+"""Tests the scheduler's limits, which are read from the config, and its filter of groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollflow.tasks.run.limits import build_limits
 
 
 def test_scheduler_limits_contain_every_rollout_key() -> None:
-    """All values differ, so that none can be mistaken for another."""
+    """All values differ, so that a value in a wrong field is noticed."""
     rollout = RolloutConfig(
         max_inflight_groups=11,
         max_batches_ahead=1.5,
@@ -92,7 +92,7 @@ LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
 @pytest.mark.parametrize(
     ("choices", "lead"),
     [
-        ({}, 2),  # a part of a batch has nothing to replace
+        ({}, 2),  # alpha is rounded down unless old groups are dropped
         ({"on_stale": "drop"}, 2.5),
         ({"max_batches_ahead": 0.5}, 0.5),
         ({"max_batches_ahead": 0.5, "on_stale": "drop"}, 0.5),
@@ -104,7 +104,7 @@ LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
         ({"async_ratio": 0.75, "on_stale": "drop"}, 0.75),
     ],
 )
-def test_batches_ahead_are_limited_by_alpha_and_their_key(choices: dict[str, Any], lead: float) -> None:
+def test_alpha_and_max_batches_ahead_limit_the_batches_ahead(choices: dict[str, Any], lead: float) -> None:
     assert replace(LIMITS, **choices).lead == lead
 
 
@@ -128,11 +128,11 @@ def test_key_max_preemptions_has_its_documented_default(choices: dict[str, Any],
         (FilterConfig(min_mean=0.5), [0.5, 1.0], None),
         (FilterConfig(max_mean=0.5), [0.0, 1.0], "mean reward at or above 0.5"),
         (FilterConfig(max_mean=0.5), [0.0, 0.5], None),
-        (FilterConfig(min_mean=0.5, max_mean=0.5), [0.5], "mean reward at or below 0.5"),  # the first of its reasons
+        (FilterConfig(min_mean=0.5, max_mean=0.5), [0.5], "mean reward at or below 0.5"),  # the first reason that holds
         (FilterConfig(min_std=0.0), [0.25, 0.25], "rewards spread by 0 or less"),
-        (FilterConfig(min_std=0.0), [0.1 + 0.2, 0.3], "rewards spread by 0 or less"),  # equal as a batch holds them
+        (FilterConfig(min_std=0.0), [0.1 + 0.2, 0.3], "rewards spread by 0 or less"),  # equal once stored as float32
         (FilterConfig(min_std=0.0), [0.25, 0.5], None),
-        (FilterConfig(min_std=0.25), [0.0, 0.5], "rewards spread by 0.25 or less"),  # of the group itself: no sample
+        (FilterConfig(min_std=0.25), [0.0, 0.5], "rewards spread by 0.25 or less"),  # the population standard deviation
         (FilterConfig(min_mean=0.5), [0.0, 0.0], "mean reward at or below 0.5"),
         (FilterConfig(max_mean=0.5), [1.0, 1.0], "mean reward at or above 0.5"),
         (FilterConfig(min_std=0.5), [0.25, 0.5], "rewards spread by 0.5 or less"),
@@ -141,7 +141,7 @@ def test_key_max_preemptions_has_its_documented_default(choices: dict[str, Any],
         (None, [1.0, 1.0], None),
     ],
 )
-def test_prompts_with_equal_rewards_are_filtered(
+def test_filter_names_the_reason_for_removing_a_group(
     limits: FilterConfig | None, rewards: list[float], why: str | None
 ) -> None:
     assert filter_reason(limits, rewards) == why
@@ -152,7 +152,7 @@ def test_prompts_with_equal_rewards_are_filtered(
     limit=st.sampled_from([0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.75, 0.8, 0.9]),
 )
 def test_filter_decides_the_same_from_stored_rewards(rewards: list[float], limit: float) -> None:
-    """The audit reads the rewards of a group as float32."""
+    """The audit reads rewards that are stored as float32; it must decide as the scheduler did."""
     stored = array("f", rewards).tolist()
     for limits in (FilterConfig(min_mean=limit), FilterConfig(max_mean=limit)):
         assert filter_reason(limits, rewards) == filter_reason(limits, stored)

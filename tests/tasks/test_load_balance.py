@@ -1,4 +1,4 @@
-"""The dealing of work to ranks, compared with an optimal deal."""
+"""Compares the division of micro-batches among ranks with an optimal division."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ def test_rank_with_most_work_is_within_a_third_of_the_optimum(lengths: list[int]
 
 
 def test_dealing_of_micro_batches_matches_a_hand_calculation() -> None:
-    """7 goes first, then 5, then 4 to the rank that has 5; among equal ranks, the first gets the next piece."""
+    """The longest piece is assigned first: 7, then 5, then 4 to the rank that has 5. If ranks have equal loads, the
+    first of them gets the next piece.
+    """
     assert deal_pieces([4, 5, 7], 2) == [[2], [0, 1]]
     assert deal_pieces([3, 3, 3], 2) == [[0, 2], [1]]
     assert deal_pieces([9], 3) == [[0], [], []]
 
 
 def test_load_imbalance_matches_a_hand_calculation() -> None:
-    """7 and 9 have mean 8."""
+    """The mean load of 7 and 9 is 8."""
     assert measure_imbalance([7, 9]) == pytest.approx(1 / 8)
     assert measure_imbalance([5, 5]) == measure_imbalance([0, 0]) == 0

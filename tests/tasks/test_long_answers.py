@@ -1,4 +1,6 @@
-"""The benchmark's questions with long-tailed answers: lengths, right answers, and held-out questions."""
+"""Tests the benchmark's counting questions, whose answers have long-tailed lengths: lengths, right answers, and
+held-out questions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def test_question_counts_down_to_its_end() -> None:
 
 
 @given(st.integers(0, 50), st.integers(0, 10**6))
-def test_countdown_has_three_digits_and_at_most_the_cap(seed: int, position: int) -> None:
+def test_countdown_numbers_have_3_digits_and_a_limited_count(seed: int, position: int) -> None:
     source = CountdownSource(seed, 0)
     for question in (source.training(position), source.demonstration(position)):
         numbers = question.answer.split()
@@ -33,15 +35,15 @@ def test_countdown_has_three_digits_and_at_most_the_cap(seed: int, position: int
 
 
 def test_answer_lengths_are_lognormal() -> None:
-    """Half of the answers have at most the median length, and a few have more than eight times that length."""
+    """Half of the answers have at most the median length, and about 2% have more than eight times this length."""
     source, draw = CountdownSource(0, 0), random.Random(0)
     tokens = sorted(TOKENS * source.draw_numbers(draw) for _ in range(20_000))
     assert statistics.median(tokens) == MEDIAN
-    assert 0.01 < sum(length > 8 * MEDIAN for length in tokens) / len(tokens) < 0.03  # 1.9% of a lognormal
+    assert 0.01 < sum(length > 8 * MEDIAN for length in tokens) / len(tokens) < 0.03  # 1.9% in a lognormal distribution
     assert max(tokens) == CAP * MEDIAN
 
 
-def test_countdown_trains_on_no_held_out_start() -> None:
+def test_countdown_source_trains_on_no_held_out_start_number() -> None:
     source = CountdownSource(3, 200)
     held = source.held_out(200)
     starts = {question.answer[:3] for question in held}

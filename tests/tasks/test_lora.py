@@ -71,10 +71,10 @@ def test_lora_trains_only_the_adapter(folder: Path, dtype: str) -> None:
 def test_bfloat16_rounding_of_a_lora_adapter_is_logged_once(
     folder: Path, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The warning has the share of the adapter's part that the published weights lose."""
+    """The warning names the share of the adapter's contribution that rounding removes from the published weights."""
     made = learner(folder, dtype)
     made.weights()
-    assert not caplog.records  # nothing is added yet
+    assert not caplog.records  # the new adapter adds nothing to the weights yet
     made.step(batch(0), 0)
     base = copied(made.policy._model_tensors())
     assert isinstance(made.policy, LoraPolicy)
@@ -84,7 +84,7 @@ def test_bfloat16_rounding_of_a_lora_adapter_is_logged_once(
     assert len(said) == warned
     added = lost = 0.0
     for name, layer in layers(made).items():
-        part = 8.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).detach()  # alpha 32, rank 4
+        part = 8.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).detach()  # alpha / rank = 32 / 4
         whole = base[f"{name}.weight"].float() + part
         added += float(part.square().sum())
         lost += float((published[f"{name}.weight"].float() - whole).square().sum())
@@ -101,8 +101,8 @@ def test_lora_targets_choose_the_adapted_layers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
-def test_mixture_of_experts_layers_get_no_lora_adapter(name: str) -> None:
-    """peft alone would choose layers by the model's type."""
+def test_lora_adapts_all_linear_layers_of_a_mixture_of_experts(name: str) -> None:
+    """By default, peft would choose the layers by the type of the model."""
     model = model_of(name)
     linear = {name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
     made = learner_of(model, lora=Lora(rank=2))
@@ -121,7 +121,9 @@ def test_unknown_lora_target_is_refused_with_the_known_ones(folder: Path) -> Non
 
 
 def test_cold_start_trains_base_weights_not_the_lora_adapter(folder: Path) -> None:
-    """A cold start trains the policy. The first version, and the base of the second, equal that policy to the bit."""
+    """A cold start (supervised training) trains the base weights. The first version, and the base weights of the
+    second, are bit-identical to the result.
+    """
     made = learner(folder)
     made.model(input_ids=torch.tensor([PROBE])).logits.sum().backward()
     named = dict(made.model.named_parameters())
@@ -159,7 +161,9 @@ def test_learner_without_lora_does_not_import_peft(folder: Path) -> None:
 
 
 def test_lora_adapter_of_rank_one_matches_a_hand_calculation(folder: Path) -> None:
-    """alpha / rank = 6. Two entries of W + 6 x b a: 6 x 2 x 0.5 = 6, and 6 x (-1) x 0.25 = -1.5."""
+    """alpha / rank = 6. Two entries of the published weight W + 6 x b a change by 6 x 2 x 0.5 = 6 and 6 x (-1) x 0.25 =
+    -1.5.
+    """
     made = learner(folder, lora=Lora(rank=1, alpha=6.0, targets=("layers.0.self_attn.q_proj",)))
     made.policy.begin(1e-2)
     ((name, layer),) = layers(made).items()
@@ -207,17 +211,18 @@ def test_lora_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
 
 
 def test_stored_lora_state_is_the_adapter_and_its_moments(folder: Path) -> None:
-    """Full training has 0.1M parameters; rank 2 trains 5,632 of them: 2 x (in + out) of each layer."""
+    """The policy has 0.13 million parameters. An adapter of rank 2 has only 5,632: 2 x (in + out) for each layer."""
     small, whole = (trained(learner(folder, lora=lora), 1) for lora in (Lora(rank=2), None))
     sizes = [sum(len(data) for data in joined(made.state()).values()) for made in (small, whole)]
     inputs = [layer.in_features + layer.out_features for layer in layers(small).values()]  # type: ignore[arg-type]
     assert 2 * sum(inputs) == 5632
-    assert sizes[0] < 3 * 4 * 5632 + 20_000  # three float32 numbers per parameter, names, and the generator's state
+    # three float32 numbers for each parameter, the names of tensors, and the state of the random generator
+    assert sizes[0] < 3 * 4 * 5632 + 20_000
     assert sizes[1] > 2 * 4 * 130_000
 
 
 def test_lora_loads_weights_that_differ_from_base_plus_adapter(folder: Path) -> None:
-    """Loaded weights may differ from base plus adapter: the difference stays in the base, and training continues."""
+    """Loaded weights may differ from base plus adapter. The difference then becomes part of the base weights."""
     made, other = (trained(learner(folder), 2) for _ in range(2))
     assert isinstance(made, TorchLearner)
     assert isinstance(other, TorchLearner)
@@ -240,7 +245,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunC
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_killed_lora_learner_ends_with_the_same_bits(small: Callable[..., RunContext], every: int) -> None:
-    """The restarted learner finds the base again, and its replay is the same to the bit."""
+    """The restarted learner finds the same base weights again, and replays train steps bit for bit."""
     whole, broken = small("whole"), small("broken", state_every=every)
     train_small(whole)
     for until in (0, 2, 3, 5):

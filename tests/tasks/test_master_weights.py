@@ -1,4 +1,6 @@
-"""float32 masters behind a bfloat16 policy: no update is lost, and the policy equals the rounded masters."""
+"""Tests float32 master weights of a bfloat16 policy: no update is lost, and the policy equals the rounded master
+weights.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begun(folder: Path, kind: str, learning_rate: float = 1e-6) -> TorchLearner:
-    """Build a learner; `kind` is float32, masters or policy. All start with the same weights, exact in bfloat16."""
+    """Build a learner. `kind` is float32, masters (bfloat16 with master weights) or policy (only bfloat16). All kinds
+    start with the same bfloat16 weights.
+    """
     model = load_model(folder, "bfloat16", trained=True)
     config = TorchTrain(
         warmup_versions=0, learning_rate=learning_rate, master_dtype="policy" if kind == "policy" else "float32"
@@ -43,7 +47,7 @@ def policy(made: TorchLearner) -> Tensor:
 
 
 def share_moved(made: TorchLearner) -> float:
-    """Return the share of the optimizer's weights that one step moves."""
+    """Return the share of the optimizer's weights that one step changes."""
     before = all_of(made.policy.trained.parameters).clone()
     made.step(batch(0), 0)
     return float((all_of(made.policy.trained.parameters) != before).float().mean())
@@ -53,11 +57,13 @@ def test_master_weights_lose_no_small_updates(folder: Path) -> None:
     found = {kind: share_moved(begun(folder, kind)) for kind in ("float32", "masters", "policy")}
     assert found["float32"] > 0.99
     assert found["masters"] > 0.99 * found["float32"]
-    assert found["policy"] < 0.05  # without masters most changes are lost
+    assert found["policy"] < 0.05  # without master weights, most updates are lost
 
 
 def test_fifty_steps_with_master_weights_match_float32(folder: Path) -> None:
-    """This holds for most weights: gradients in bfloat16 differ a little. Without masters the policy lags behind."""
+    """Most weights move in the same direction; not all, because gradients in bfloat16 differ a little. Without master
+    weights, fewer weights move.
+    """
     start = policy(begun(folder, "masters"))
     whole, made, lost = (trained(begun(folder, kind, 2e-5), 50) for kind in ("float32", "masters", "policy"))
     rounded = policy(whole).to(BF16).float()  # type: ignore[arg-type]
@@ -80,7 +86,8 @@ def test_policy_equals_its_rounded_master_weights(folder: Path) -> None:
 
 
 def test_bfloat16_micro_batch_gradients_are_summed_in_float32(folder: Path) -> None:
-    """256 micro-batches have gradients that are each smaller than half a rounding step of a bfloat16 sum."""
+    """After 256 micro-batches, the gradient of one more micro-batch is smaller than a rounding step of a bfloat16 sum.
+    """
     made = begun(folder, "masters")
     name, parameter = next(iter(made.model.named_parameters()))
     for _ in range(257):
@@ -92,7 +99,7 @@ def test_bfloat16_micro_batch_gradients_are_summed_in_float32(folder: Path) -> N
 
 
 def test_master_weights_follow_in_place_policy_changes(folder: Path) -> None:
-    """A cold start changes the policy in place."""
+    """Other code, such as a cold start, may change the policy's weights in place."""
     made = begun(folder, "masters")
     made.step(batch(0), 0)
     parameter = made.model.get_input_embeddings().weight
@@ -105,7 +112,7 @@ def test_master_weights_follow_in_place_policy_changes(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "masters", "policy"])
 def test_gradients_of_a_cold_start_are_deleted(folder: Path, kind: str) -> None:
-    """Left gradients would make a replay from the same weights train another first version."""
+    """If gradients of a cold start were kept, a replay of the first train step would give different weights."""
     fresh, left = begun(folder, kind, 1e-2), begun(folder, kind, 1e-2)
     for parameter in left.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -122,7 +129,8 @@ def test_float32_policy_has_no_separate_master_weights(folder: Path) -> None:
 
 
 def test_old_run_keeps_its_attention_and_advantage_dtype() -> None:
-    """Other attention or float64 sums would give other bits in a replay."""
+    """With another attention implementation, or with float64 advantages, a replay of the run would give different bits.
+    """
     config = RunConfig().model_dump(mode="json")
     assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")
     found = parse_recorded(config).train
@@ -130,8 +138,10 @@ def test_old_run_keeps_its_attention_and_advantage_dtype() -> None:
 
 
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
-def test_older_recorded_run_has_no_master_weights(recorded: dict[str, object]) -> None:
-    """A run from before masters also shares no prompts and uses no fused optimizer, which would give other bits."""
+def test_older_recorded_run_keeps_its_master_dtype_and_adamw(recorded: dict[str, object]) -> None:
+    """A run from before master weights existed also shares no prompts and uses no fused optimizer, because otherwise a
+    replay would give different bits.
+    """
     config = RunConfig().model_dump(mode="json")
     del config["train"]["master_dtype"], config["train"]["share_prefixes"], config["train"]["fused_adamw"]
     config["train"] |= recorded
@@ -142,7 +152,9 @@ def test_older_recorded_run_has_no_master_weights(recorded: dict[str, object]) -
 
 
 def test_probe_tolerance_is_larger_in_bfloat16() -> None:
-    """In bfloat16 correct engines differ by 0.06 to 0.5 nats on single tokens; a low limit would end the run."""
+    """In bfloat16, a correct engine's log-probs differ from the learner's by 0.06 to 0.5 nats on single tokens; a lower
+    tolerance would end the run.
+    """
     plain = RunConfig()
     half = plain.model_copy(update={"policy": plain.policy.model_copy(update={"dtype": "bfloat16"})})
     strict = half.model_copy(update={"engine": half.engine.model_copy(update={"probe_tolerance": 0.2})})

@@ -1,4 +1,5 @@
-"""The verifier `maths` on pairs of a reference answer and a response, and on hostile answers in a worker process."""
+"""Tests the verifier `maths` on pairs of a reference answer and a response, and on hostile answers in a worker process.
+"""
 
 from __future__ import annotations
 
@@ -341,7 +342,7 @@ async def test_hostile_maths_response_ends_as_a_timeout(
     hostile: list[tuple[str, Mapping[str, Any]]],
     fine: tuple[str, Mapping[str, Any]],
 ) -> None:
-    """The responses around a hostile one are scored."""
+    """The responses before and after a hostile response get their scores."""
     rows = [fine, *hostile, fine]
     for name, data in build_cold_folder(ColdStart(), [text for text, _ in rows] * 10).items():
         (tmp_path / name).write_bytes(data)

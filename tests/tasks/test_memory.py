@@ -1,4 +1,4 @@
-"""Options that save memory do not change results: heads in parts, activation checkpointing."""
+"""Tests that methods that save memory do not change results: logits in chunks, and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 1000])
 def test_logit_chunks_by_row_have_whole_rows(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 3, 1, 5, 4 and 4 tokens; a row longer than a chunk is a part of its own."""
+    """The rows have 3, 1, 5, 4 and 4 tokens. A row that is longer than a chunk is a part of its own."""
     made = learner(folder).token_logprobs
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
     row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
@@ -44,7 +44,7 @@ def test_logit_chunks_by_row_have_whole_rows(folder: Path, chunk: int, monkeypat
 def test_logit_chunks_by_token_never_exceed_the_limit(
     folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows may be split."""
+    """A row may be split into several parts."""
     made = learner(folder).token_logprobs
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
     row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
@@ -58,7 +58,9 @@ def test_logit_chunks_by_token_never_exceed_the_limit(
 def test_train_step_in_chunks_equals_an_undivided_step(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update is also the same for objectives that need whole rows; the limit of logits in memory holds."""
+    """The update is the same even for objectives that need whole rows, and the number of logits in memory stays within
+    the limit.
+    """
     seen: list[int] = []
     logits = LMHead.__call__
 
@@ -69,20 +71,20 @@ def test_train_step_in_chunks_equals_an_undivided_step(
     monkeypatch.setattr(LMHead, "__call__", noted)
 
     def gradients(chunk: int, *, adds: bool = True) -> tuple[float, torch.Tensor]:
-        keeps = {"correction": {"second_moment": 30}} if kind == "m2po" else {}  # otherwise no token would be kept
+        keeps = {"correction": {"second_moment": 30}} if kind == "m2po" else {}  # else no token is kept
         made = learner(folder, objective={"kind": kind, **keeps}, max_grad_norm=1e9, learning_rate=1e-12)
         monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._head.vocabulary * chunk)
         if not adds:
             monkeypatch.setattr(made.token_logprobs, "add_in_place", nullcontext)
         assert made.token_logprobs._head._linear is not None
         assert made.token_logprobs._head._linear.gains
-        seen.clear()  # drop the calls of the test at the start
+        seen.clear()  # forget the calls by which `LMHead` tests the model at its start
         found: list[torch.Tensor] = []
         monkeypatch.setattr(made.policy, "apply", lambda: found.extend(p.grad for p in made.model.parameters()))
         loss = made.step(batch(1), 0)["loss"]
         return loss, torch.cat([grad.flatten() for grad in found])
 
-    monkeypatch.setattr(adding_linear, "PIECE_BYTES", 2**8)  # this policy's head is small
+    monkeypatch.setattr(adding_linear, "PIECE_BYTES", 2**8)  # smaller pieces, because this policy's head is small
     monkeypatch.setattr(adding_embedding, "LEAST_BYTES", 0)
     (loss, whole), most = gradients(10**6), max(seen)
     part_loss, parts = gradients(7)
@@ -91,12 +93,12 @@ def test_train_step_in_chunks_equals_an_undivided_step(
     assert float((parts - whole).norm() / whole.norm()) < 1e-5
     for chunk, found in ((7, parts), (10**6, whole)):
         other = gradients(chunk, adds=False)[1]
-        assert float((other - found).norm() / found.norm()) < 1e-6  # a tied head's gradient is added in another order
+        assert float((other - found).norm() / found.norm()) < 1e-6  # a tied head's gradient has another order of sums
 
 
 @pytest.mark.parametrize("kind", ["kimi", "dppo", "grpo"])
 def test_micro_batch_without_tokens_changes_nothing(folder: Path, kind: str) -> None:
-    """A micro-batch of rows without sampled tokens: some objectives run every row."""
+    """Some objectives run every row, so a micro-batch may consist of rows without sampled tokens."""
 
     def weights(groups: list[list[Trajectory]]) -> object:
         made = learner(folder, objective={"kind": kind}, micro_tokens=12, share_prefixes="none")
@@ -109,7 +111,7 @@ def test_micro_batch_without_tokens_changes_nothing(folder: Path, kind: str) -> 
 
 
 def test_no_gradient_is_left_after_a_step(folder: Path) -> None:
-    """Gradients would need a third of the memory of weights and moments."""
+    """Gradients that are kept would take a third as much memory as weights and moments together."""
     made = learner(folder, objective={"kind": "ppo"})
     made.step(batch(1), 0)
     assert made.critic is not None
@@ -119,7 +121,7 @@ def test_no_gradient_is_left_after_a_step(folder: Path) -> None:
 
 @pytest.mark.skipif(malloc_trim._trim() is None, reason="this C library keeps what is freed")
 def test_memory_freed_by_a_large_step_is_released() -> None:
-    """The C library does not release memory between two pieces in use by itself."""
+    """The C library itself does not release free memory that lies between two allocated pieces."""
     code = """
 import gc, sys, torch
 from rollflow.tasks.learners.malloc_trim import release_memory
@@ -151,11 +153,11 @@ def test_recomputed_layers_give_the_same_bits(folder: Path) -> None:
     layer = again.model.get_decoder().layers[0].self_attn
     layer.register_forward_hook(lambda *_: calls.append(1))
     assert stored(plain) == stored(again)
-    assert len(calls) == 4  # two versions, each with a forward pass and its recomputation
+    assert len(calls) == 4  # two versions, each with one forward pass and one recomputation
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_can_recompute_its_layers(name: str) -> None:
-    """In every architecture layers can be recomputed, and dropout stays off."""
+    """The gradient norm is the same with recomputed layers, which also shows that dropout stays off."""
     plain, again = (learner_of(model_of(name), checkpoint_activations=on) for on in (False, True))
     assert plain.step(groups(), 0)["grad_norm"] == pytest.approx(again.step(groups(), 0)["grad_norm"], rel=1e-6)

@@ -1,4 +1,6 @@
-"""A sharded learner: no process holds more of a version than it must while it is stored, loaded or evaluated."""
+"""Tests the memory of a sharded learner: each process has only a part of a policy version in memory while the version
+is stored, loaded or evaluated.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux reports the peak memory of a process"),
 ]
 
-FILE = 2**22  # bytes of tensors in one file, if no tensor is larger
+FILE = 2**22  # largest size in bytes of the tensors in one file, unless a single tensor is larger
 FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # freed memory is released at once
 SIDE = """
 import json, sys
@@ -63,7 +65,7 @@ def begun(folder: Path, *, blank: bool) -> MultiRankLearner:
 
 
 def pids(made: MultiRankLearner) -> list[int]:
-    """Return the processes of all ranks, the first rank's first."""
+    """Return the process ids of all ranks, beginning with the first rank."""
     return [os.getpid(), *(one.process.pid for one in made._others._started.values())]
 
 
@@ -74,7 +76,7 @@ def memory(pid: int, what: str) -> int:
 
 
 class Most:
-    """The peak memory of processes from now on, above their current memory."""
+    """The peak memory of processes after the creation of this object, minus their memory at its creation."""
 
     def __init__(self, of: Iterable[int]) -> None:
         gc.collect()
@@ -83,12 +85,14 @@ class Most:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def found(self) -> list[int]:
-        """Return the peaks in the order of the processes."""
+        """Return the peak of each process, in the order of the processes."""
         return [memory(pid, "VmHWM") - before for pid, before in self._before.items()]
 
 
 def stores(policy: Path, folder: Path) -> list[int]:
-    """Take a step and store the version, its files one after the other."""
+    """Take a train step and write the files of the new version one after the other; return the peak memory of each
+    process.
+    """
     made = begun(policy, blank=False)
     made.step(batch(0), 0)
     most, given = Most(pids(made)), list_files(made)
@@ -99,7 +103,7 @@ def stores(policy: Path, folder: Path) -> list[int]:
 
 
 def loads(policy: Path, folder: Path) -> list[int]:
-    """Load the files that `stores` has written."""
+    """Load the files that `stores` has written; return the peak memory of each process."""
     weights, state = (
         MappedFiles({path.name.replace("-", "/", 1): path for path in folder.glob(f"{part}-*")})
         for part in ("weights", "learner")
@@ -111,9 +115,9 @@ def loads(policy: Path, folder: Path) -> list[int]:
 
 
 def looks(policy: Path, _: Path) -> list[int]:
-    """Compute log-probs after a step."""
+    """Compute log-probs after a train step; return the peak memory of each process."""
     made = begun(policy, blank=False)
-    made.step(batch(0), 0)  # before it the first rank has the whole model
+    made.step(batch(0), 0)  # before the first step, the first rank has the whole model
     most = Most(pids(made))
     made.logprobs(range(3, 19))
     return most.found()
@@ -123,7 +127,7 @@ SIDES = {"stores": stores, "loads": loads, "looks": looks}
 
 
 def side(name: str, policy: Path, folder: Path) -> list[int]:
-    """Run a measurement in a process of its own, and return its result."""
+    """Run one of the measurements `SIDES` in a process of its own, and return its result."""
     command = [sys.executable, "-c", SIDE, name, str(policy), str(folder)]
     done = subprocess.run(command, env={**os.environ, **FREED}, capture_output=True, text=True, check=True)
     return [int(most) for most in json.loads(done.stdout.splitlines()[-1])]
@@ -131,7 +135,9 @@ def side(name: str, policy: Path, folder: Path) -> list[int]:
 
 @pytest.mark.soak
 def test_no_learner_process_has_all_weights_in_memory(folder: Path, tmp_path: Path) -> None:
-    """Storing needs a file or two more memory; loading needs half of the version, a file or two, and late imports."""
+    """Storing a version needs memory for one or two files. Loading needs memory for half of the version (there are two
+    ranks), one or two files, and late imports.
+    """
     most = side("stores", folder, tmp_path)
     whole = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert max(most) < 5 * FILE < whole / 8
@@ -141,7 +147,9 @@ def test_no_learner_process_has_all_weights_in_memory(folder: Path, tmp_path: Pa
 @pytest.mark.soak
 @pytest.mark.parametrize("tied", [True, False])
 def test_sharded_embeddings_are_kept_once_in_memory(tied: bool, tmp_path: Path) -> None:
-    """FSDP's own way holds one embedding twice. Embeddings that are not tied are gathered beside the head."""
+    """Without the patch, FSDP would keep an embedding twice in memory. Embeddings that are not tied are gathered in
+    addition to the output head.
+    """
     policy = described(tmp_path, tied=tied, vocab_size=40_000, intermediate_size=256, num_hidden_layers=2)
     whole = 40_000 * 256 * 4 * (1 if tied else 2)
     assert 0.9 * whole < max(side("looks", policy, tmp_path)) < 1.25 * whole

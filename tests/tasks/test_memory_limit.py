@@ -1,4 +1,4 @@
-"""The limit of a process's memory, and which reward workers have one."""
+"""Tests the limit of a process's memory, and which reward workers have such a limit."""
 
 from __future__ import annotations
 

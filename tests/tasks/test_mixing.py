@@ -1,4 +1,6 @@
-"""Mixing: each source keeps its share of the trained groups, despite filters, slow sources and crashes."""
+"""Tests the mixing of prompt sources: each source gets its share of the trained groups, despite filters, slow sources
+and crashes.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_prompt_mixture_of_three_to_one_matches_a_hand_example() -> None:
     mixture.note_filtered(2)
     mixture.note_filtered(1)
     mixture.note_filtered(3)
-    assert drawn(mixture, 4) == [5, 7, 12, 14]  # both of source 1, and one more of source 0; then the next slot
+    assert drawn(mixture, 4) == [5, 7, 12, 14]  # two replacements from source 1, one from source 0, then the next slot
     assert mixture.state == Cursor((8, 4), (1, 2))
 
 
@@ -76,7 +78,7 @@ def test_prompt_mixture_of_three_to_one_matches_a_hand_example() -> None:
         ((0.1, 0.1, 0.1), "012012"),
         ((2, 6), "10111011"),
         ((2, 1), "010010"),
-        ((1, 5), "110111110111"),  # the rare one as soon as it would not be ahead
+        ((1, 5), "110111110111"),  # the rare source comes as soon as it would not exceed its share
     ],
 )
 def test_prompts_of_all_sources_are_interleaved_evenly(shares: tuple[float, ...], order: str) -> None:
@@ -104,9 +106,11 @@ def test_prompt_source_with_a_tiny_share_is_not_drawn_early() -> None:
 def test_filtered_prompts_are_replaced_from_the_same_source(
     shares: list[float], steps: list[int], draw: random.Random
 ) -> None:
-    """At any moment the kept groups follow the unfiltered order, but for slots that are to be refilled."""
+    """At any moment, the groups that were not filtered follow the unfiltered order, except for slots that still wait
+    for a replacement.
+    """
     mixture, unfiltered, flying = Mixture(shares), Slots(shares), list[int]()
-    opened = [0] * len(shares)  # slots of each source that were ever filled
+    opened = [0] * len(shares)  # number of slots of each source that were filled at least once
     for step in steps:
         if step < 4 and flying:
             mixture.note_filtered(flying.pop(draw.randrange(len(flying))))
@@ -116,7 +120,7 @@ def test_filtered_prompts_are_replaced_from_the_same_source(
         source = mixture.next() % len(shares)
         flying.append(mixture.state.upcoming[source] - len(shares))
         if owed:
-            assert kept[source] < opened[source]  # the refill comes from a source that is owed one
+            assert kept[source] < opened[source]  # the replacement comes from a source that has lost a group
         else:
             assert source == unfiltered.first_free(kept)
             opened[source] += 1
@@ -151,7 +155,9 @@ def test_prompt_mixture_continues_from_its_cursor(shares: list[float], filtering
 def test_prompt_mixture_does_not_depend_on_completion_order(
     shares: list[float], count: int, seed: int, depth: int, draw: random.Random
 ) -> None:
-    """The same groups are filtered, at random moments, and the slots are equal. So runs at alpha = 0 repeat."""
+    """The same groups are filtered at different moments, and the mixture is the same. So runs at alpha = 0 can be
+    reproduced.
+    """
 
     def filled(depth: int) -> tuple[Cursor, set[int]]:
         mixture, flying, kept = Mixture(shares), list[int](), set[int]()
@@ -170,7 +176,7 @@ def test_prompt_mixture_does_not_depend_on_completion_order(
 
 @given(SHARES, st.data())
 def test_closed_source_leaves_its_share_to_the_others(shares: list[float], data: st.DataObject) -> None:
-    """After a source is closed, the others are mixed as if it had no slots."""
+    """After a source is closed, the other sources are mixed as if the closed source had no slots."""
     mixture = Mixture(shares)
     drawn(mixture, data.draw(st.integers(0, 20)))
     if len(shares) == 1:
@@ -204,7 +210,7 @@ def test_configured_shares_are_listed_by_prompt_source() -> None:
 
 
 class Filtering(RolloutScheduler):
-    """A scheduler that filters three of four groups of one source, and few of the others."""
+    """A scheduler that filters three of four groups of one source, and few groups of the other sources."""
 
     def _add_scored(self, group: TrajectoryGroup, issue: int) -> None:
         source = group.key.prompt % len(self.limits.shares)
@@ -227,7 +233,7 @@ class Uneven(TimedEngine):
 
 
 def mixed(store: MemoryStore, **changes: object) -> Pipeline:
-    """A run of three sources: one slow, one filtered."""
+    """Build a run with three prompt sources: one is slow, and one is often filtered."""
     config = TimedEngineConfig(max_concurrent_requests=16, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN)
     engines = [Uneven(config) for _ in range(2)]
     settings = {"groups": 8, "slots": 16, "shares": MIXED, "scheduler_type": Filtering, "engine_list": engines}
@@ -235,7 +241,7 @@ def mixed(store: MemoryStore, **changes: object) -> Pipeline:
 
 
 def trained(store: MemoryStore) -> list[tuple[TrainedGroup, ...]]:
-    """List the trained prompts, version by version."""
+    """List the trained groups of each policy version."""
     log = Log(store)
     entries = [PolicyStore(log).find(version).batch_entry for version in range(1, log.state.version + 1)]
     return [TrajectoryStore(log).read_commit(entry).groups for entry in entries if entry is not None]
@@ -251,7 +257,9 @@ def finished(pipeline: Pipeline) -> AuditReport:
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 4.0])
 def test_trained_prompts_have_the_configured_shares(alpha: float) -> None:
-    """Over the whole run to within what is in flight at its end, and over any 25 batches to within a few per cent."""
+    """The shares hold over the whole run (up to the groups that are in flight at its end), and over any 25 batches to
+    within 10 percentage points.
+    """
     store = MemoryStore(uuid.uuid4().hex)
     report = finished(mixed(store, versions=150, async_ratio=alpha, train_seconds=0.2))
     assert report.fates["discarded: filtered"] > 400
@@ -266,7 +274,7 @@ def test_trained_prompts_have_the_configured_shares(alpha: float) -> None:
 
 
 def test_slow_prompt_source_does_not_delay_other_sources() -> None:
-    """A slow source lags by its groups in flight, while batches are formed from the other sources' groups."""
+    """Batches are formed from the other sources' groups while the groups of the slow source are still in flight."""
     store = MemoryStore(uuid.uuid4().hex)
     run_virtual(mixed(store, versions=10, async_ratio=4.0, train_seconds=0.05).run())
     first = Counter(sources([group.prompt for group in trained(store)[0]], len(MIXED)))
@@ -304,7 +312,8 @@ def test_training_at_alpha_zero_ignores_timing_and_deaths() -> None:
 def test_prompt_mixture_survives_process_deaths_and_corruption(
     alpha: float, groups: int, depth: int, seed: int, stops: list[float], damage: dict[tuple[int, int], Damage]
 ) -> None:
-    """At the end every source has its share, to within one group and what is still in flight."""
+    """At the end of the run, every source has its share, to within one group and the groups that are still in flight.
+    """
     store = MemoryStore(uuid.uuid4().hex)
     changes = {
         "versions": 6,

@@ -1,4 +1,6 @@
-"""A NaN or an infinity changes no weights, wherever it comes from; and every weight is checked."""
+"""Tests that no weight changes because of a NaN or an infinity, wherever it comes from, and that every weight is
+checked.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def two_groups() -> TrajectoryBatch:
 
 
 def with_last(batch: TrajectoryBatch, column: str, value: float) -> TrajectoryBatch:
-    """Return the batch with `value` in the last place of a column: the last row's last token, if rows have several."""
+    """Return the batch with `value` in the last row of a column; if the rows are lists of tokens, at the last token of
+    the last row.
+    """
     where = batch.table.schema.get_field_index(column)
     field, given = batch.table.schema.field(where), batch.table[column].to_pylist()
     if isinstance(given[-1], list):
@@ -40,7 +44,9 @@ def with_last(batch: TrajectoryBatch, column: str, value: float) -> TrajectoryBa
 
 
 def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str) -> None:
-    """Check that the step raises with that sentence, and that weights and state stay unchanged."""
+    """Check that a train step on `batch` raises `NotFinite` with the message `why`, and leaves weights and state
+    unchanged.
+    """
     made.step(two_groups(), 4)
     before = saved(made)
     with pytest.raises(NotFinite, match=why) as caught:
@@ -54,7 +60,7 @@ def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str)
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize(("column", "name"), [("logprobs", "a log-prob"), ("reward", "a reward")])
 def test_nonfinite_batch_changes_no_weight(column: str, name: str, value: float, minibatches: int) -> None:
-    """A nonfinite batch changes nothing, even if a valid minibatch comes first."""
+    """A batch with a NaN or an infinity changes nothing, even if its first minibatch is valid."""
     made = learner_of(model_of("llama"), minibatches=minibatches)
     why = f"^version 6 is not trained, because {name} of batch 5 is {value}; fix the "
     assert_nothing_changes(made, with_last(two_groups(), column, value), why)
@@ -72,7 +78,7 @@ def infinite(logp_M: Tensor) -> Tensor:
 
 
 def with_no_slope(logp_M: Tensor) -> Tensor:
-    """Return zero, whose derivative is infinity times zero."""
+    """Return zero, computed so that its derivative is infinity times zero."""
     return (logp_M - logp_M).sqrt()
 
 
@@ -98,7 +104,8 @@ def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tens
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt2", "opt"])
 def test_nonfinite_value_in_any_weight_is_found(name: str, value: float) -> None:
-    """Separate heads, tied heads and biases: one element of each tensor in turn."""
+    """In models with separate heads, tied heads and biases, one element of each tensor is made NaN or infinite in turn.
+    """
     made = learner_of(model_of(name))
     assert made.first_nonfinite() is None
     for parameter_name, parameter in made.model.named_parameters():

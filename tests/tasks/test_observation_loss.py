@@ -1,4 +1,6 @@
-"""The observation loss: its tokens, its gradient against autograd on the plain formula, and every path of a learner."""
+"""Tests the observation loss (on tokens of the environment): its tokens, its gradient compared with autograd on the
+plain formula, and each kind of learner.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def episodes(seed: int, *, with_signal: bool = True) -> TrajectoryBatch:
 
 @given(masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=5))
 @settings(max_examples=40, deadline=None)
-def test_given_tokens_after_the_first_sampled_one_are_observed(masks: list[list[bool]]) -> None:
+def test_unsampled_tokens_after_the_first_sampled_are_observed(masks: list[list[bool]]) -> None:
     rows = [build_row(sample, [5] * (1 + len(mask)), [False, *mask]) for sample, mask in enumerate(masks)]
     observed, begin, expected = BatchRows.of(batch_of(rows)).with_observed().observed, 0, []
     for mask in masks:
@@ -80,7 +82,9 @@ def test_given_tokens_after_the_first_sampled_one_are_observed(masks: list[list[
 
 
 def test_context_of_a_branch_gets_no_observation_loss() -> None:
-    """A branch begins with a context that was rewritten: its tokens before the first new turn were lived before."""
+    """A branch begins with a context that was rewritten from earlier turns. The tokens of this context get no
+    observation loss.
+    """
     first = build_row(0, [3, 4, 5, 6, 7], [False, False, True, False, True])
     branch = replace(build_row(1, [3, 4, 9, 9, 9, 8], [False] * 4 + [True, False]), branch=Branch(0, 2))
     observed = BatchRows.of(batch_of([first, branch])).with_observed().observed
@@ -94,8 +98,9 @@ def test_context_of_a_branch_gets_no_observation_loss() -> None:
 def expected_gradient(
     made: TorchLearner, batch: TrajectoryBatch, part: Sequence[int], mean: str
 ) -> tuple[dict[str, Tensor], float]:
-    """Return the gradient of the loss -A log pi and of the observation loss, one row at a time, and the latter's
-    value."""
+    """Return the gradient of the loss -A log pi plus the observation loss, computed one row at a time; also return the
+    observation loss.
+    """
     columns = [batch.table[name].to_pylist() for name in ("tokens", "loss_mask", "reward")]
     policy, observed = [], []
     for row, (tokens, mask, reward) in enumerate(zip(*columns, strict=True)):
@@ -134,7 +139,8 @@ def expected_gradient(
 def test_observation_gradient_equals_the_plain_formula(
     folder: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], chunk: int, with_signal: bool
 ) -> None:
-    """Packing, shared prompts, minibatches, chunks of the output head and rows without an advantage change nothing."""
+    """Packing, shared prompts, minibatches, logits in chunks, and rows without an advantage do not change the gradient.
+    """
     given = {"objective": PLAIN, "max_grad_norm": 1e9, **keys}
     made, batch = learner(folder, **given), episodes(1, with_signal=with_signal)
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._head.vocabulary * chunk)
@@ -171,7 +177,9 @@ def test_observation_weight_zero_computes_no_observation_loss(folder: Path, monk
 
 
 def test_batch_without_observed_tokens_has_no_observation_loss(folder: Path) -> None:
-    """The weights are the same bit for bit, because no token has an observation loss."""
+    """The weights are bit-identical with and without the observation loss, because the batch has no token of the
+    environment.
+    """
     quiet = episodes(1)
     rows = [
         [build_row(t.sample, t.tokens[:10], t.loss_mask[:10], t.reward) for t in g.trajectories] for g in quiet.groups()

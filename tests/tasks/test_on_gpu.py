@@ -1,7 +1,8 @@
-"""Tensors on a GPU are not mixed with tensors on the CPU: tested on "meta" tensors, which have no values.
+"""Tests without a GPU that the engine does not mix tensors on a GPU with tensors on the CPU: the tests put the model on
+torch's "meta" device, whose tensors have no values.
 
-An operation on tensors of both devices raises, as it would on a GPU. Reading a value ends the test, so a step gets as
-far as the first token that it would read.
+An operation on a "meta" tensor and a CPU tensor raises an error, as with a GPU. Reading a value also raises an error,
+so a step runs only until it would read the first token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DEVICE = torch.device("meta")
 
 
 class _Head:
-    """A head without the test at the start, which would read values."""
+    """An output head without the test at its start, because this test would read values."""
 
     def __init__(self, model: Any, *, judged: bool) -> None:
         self._model = model
@@ -34,7 +35,7 @@ class _Head:
 
 @pytest.fixture
 def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FixedShapeSampler:
-    """A sampler whose model is on another device."""
+    """Build a sampler whose model is on the device "meta"."""
     make_policy(tmp_path)
     monkeypatch.setattr(fixed_shape, "find_device", lambda: DEVICE)
     monkeypatch.setattr(fixed_shape, "LMHead", _Head)

@@ -1,4 +1,6 @@
-"""The engine and the cold start use the model's own head: log-probs and loss equal those of its own forward."""
+"""Tests that the engine and the cold start use the model's own output head: log-probs and loss equal those of the
+model's own forward pass.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,15 @@ from rollflow.tasks.policies.demonstrations import Demonstration
 from rollflow.tasks.policies.head import LMHead
 from tests.contracts.test_token_logprobs import ARCHITECTURES, by_the_model, learner_of, model_of, tokens_of
 
-SHAPED = ("gemma2", "gemma3_text", "granite", "granitemoe", "cohere", "cohere2")  # logits with a soft-cap or a scale
+# architectures whose logits have a soft-cap or a scale
+SHAPED = ("gemma2", "gemma3_text", "granite", "granitemoe", "cohere", "cohere2")
 OTHER_CACHE = {"gpt_neox", "opt", "gpt2"}  # the engine's attention cache does not support these
 FULL: Mapping[str, object] = {"layer_types": ["full_attention"] * 2}  # the only attention that the engine supports
 LENGTH = 24
 
 
 def policy_of(name: str, folder: Path) -> Any:
-    """Return the model, and write its folder with weights as a learner publishes them."""
+    """Build a model and return it; write its folder, with weights as a learner publishes them."""
     model = model_of(name, FULL if hasattr(model_of(name).config, "layer_types") else {})
     model.set_attn_implementation(choose_attention(model.config) or "sdpa")
     model.config.save_pretrained(folder)
@@ -68,9 +71,11 @@ def test_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [16, 64])  # as in a prefill and in a decode
+@pytest.mark.parametrize("rows", [16, 64])  # numbers of rows in a prefill and in a decode
 def test_lm_head_gives_the_same_bits_as_the_models_own_head(name: str, dtype: torch.dtype, rows: int) -> None:
-    """Older recorded runs can be reproduced only if the matrix head gives the same bits as the product."""
+    """Older recorded runs, whose logits were a plain matrix product, can be reproduced only if `LMHead` gives the same
+    bits.
+    """
     model = model_of(name).to(dtype).eval()
     hidden = torch.randn(rows, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""An actor finds what it needs in its run's storage, on any node: policy, tokenizer, weights."""
+"""Tests that an actor on any node finds what it needs in its run's storage: policy, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_run_starts_without_the_original_policy_folder(home: Path, kind: str) -> None:
-    """That folder is on another machine; the run has a copy of what is needed, and no actor fetches more than it
-    needs.
+    """The original folder may be on another machine. The run has a copy of what its actors need, and no actor fetches
+    more than it needs.
     """
     store = {"uri": f"memory://{uuid.uuid4().hex}"} if kind == "memory" else {}
     context = prepare_small(home, versions=1, **store)
@@ -66,7 +66,7 @@ def test_run_starts_without_the_original_policy_folder(home: Path, kind: str) ->
 
 
 def merged(context: RunContext, folder: Path) -> Path:
-    """Version 0 as a whole Hugging Face folder."""
+    """Copy policy version 0 as a complete Hugging Face folder."""
     shutil.copytree(context.policy_folder, folder)
     shutil.copytree(context.weights(0), folder, dirs_exist_ok=True)
     return folder
@@ -80,7 +80,9 @@ def test_policy_without_weights_is_refused(home: Path) -> None:
 
 
 def test_run_id_with_a_leftover_policy_file_is_refused(home: Path) -> None:
-    """Files of an attempt that ended during its upload are not mixed with the run's policy."""
+    """If an earlier start of the run ended during the upload of its policy, the files that it left are not mixed with
+    another policy.
+    """
     before = attach_run(str(home / "home/store/runs/small"))
     before.store.put("policy/chat_template.jinja", b"another policy's")
     with pytest.raises(ConfigError, match=r"run id 'small': .*chat_template\.jinja\); choose another id with --run-id"):
@@ -89,7 +91,9 @@ def test_run_id_with_a_leftover_policy_file_is_refused(home: Path) -> None:
 
 @pytest.mark.parametrize("alpha", [0, 1.5, 4, 8])
 def test_weights_being_downloaded_are_not_deleted(tmp_path: Path, alpha: float) -> None:
-    """Batches were formed as far ahead as alpha allows: an engine whose version was gone would have failed."""
+    """Versions may be published as far ahead as alpha allows while an engine downloads an older version; if that
+    version were deleted, the engine would fail.
+    """
     config = RunConfig(async_ratio=alpha, store=StoreConfig(keep_last=2))
     context = RunContext(str(tmp_path), tmp_path / "cache")
     describe(context.store, "ahead", config)
@@ -98,7 +102,7 @@ def test_weights_being_downloaded_are_not_deleted(tmp_path: Path, alpha: float) 
 
 
 class Away:
-    """A `WeightsSource` on a node that cannot reach the weights."""
+    """A `WeightsSource` on a node that cannot read the weights."""
 
     patience = None
 
@@ -121,7 +125,7 @@ async def test_only_an_engine_without_the_weights_fails() -> None:
 
 @dataclass(frozen=True)
 class Late:
-    """A `WeightsSource` that waits a while for its storage."""
+    """A `WeightsSource` that waits a second for its storage."""
 
     patience: float | None
 
@@ -131,7 +135,7 @@ class Late:
 
 
 class Here:
-    """An actor's handle without Ray."""
+    """A substitute for a Ray handle of an actor, which calls the actor in this process."""
 
     def __init__(self, actor: EngineActor) -> None:
         self._actor = actor
@@ -141,7 +145,7 @@ class Here:
 
 
 async def test_engine_waits_for_storage_as_long_as_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is given up loses its requests, its process and one of its restarts."""
+    """The run waits because an engine that is given up loses its requests, its process and one of its restarts."""
     monkeypatch.setattr("rollflow.tasks.actors.engine_client.FETCH_SECONDS", 0.1)
     actor = EngineActor(lambda: TimedEngine(CONFIG))
     await actor.start()
@@ -153,7 +157,7 @@ async def test_engine_waits_for_storage_as_long_as_its_run(monkeypatch: pytest.M
 
 
 class Fetching(TimedEngine):
-    """A timed engine whose fetch takes a while, and fails for one version."""
+    """A timed engine whose download of weights takes `seconds` seconds, and fails for the version `lacks`."""
 
     def __init__(self, seconds: float, lacks: int = -1) -> None:
         super().__init__(CONFIG)

@@ -45,10 +45,10 @@ class GatheredFiles(Mapping[str, Data]):
 def stage_weights(
     policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data], parent: ParentWeights
 ) -> StoredWeights:
-    """Store the weight files of a policy version before the version is published, as deltas to the version before if
-    this is possible.
+    """Store the weight files of a policy version before the version is published. If possible, store the files as
+    deltas to the files of the previous version.
 
-    Files that several ranks store are stored whole, because no rank has a copy of the whole weights.
+    Files that several ranks store are not stored as deltas, because no rank has a copy of the whole weights.
     """
     if parent.full_every == 1 or isinstance(files, GatheredFiles):
         return StoredWeights(stage_files(policies, writer, version, files))

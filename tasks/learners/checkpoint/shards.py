@@ -1,5 +1,5 @@
-"""Writes and reads safetensors files. A file consists of a header and views of the tensors, so that publishing weights
-copies no tensor.
+"""Writes and reads safetensors files. In memory, a file consists of a header and views of the tensors, so that
+publishing weights copies no tensor.
 
 A file has at most `shard_bytes` bytes of tensors, but a larger tensor gets a file of its own. Files have the names that
 Hugging Face uses: `model.safetensors`, or `model-00001-of-00003.safetensors` with the index
@@ -55,7 +55,9 @@ def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> di
 
 
 def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Data]:
-    """Return the index file, which names the file of each tensor; return nothing if there is a single file."""
+    """Return the index file, which maps each tensor's name to the tensor's file; return an empty mapping if there is
+    only one file.
+    """
     if len(shards) == 1:
         return {}
     where = {name: file.rpartition("/")[2] for file, shard in shards.items() for name in shard}
@@ -72,7 +74,8 @@ def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
 def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of safetensors files by name; raise `Corrupt` if a file is not a safetensors file.
 
-    Tensors of a file in one writable buffer are views of the buffer; other tensors are copies.
+    If the content of a file is one writable buffer, the file's tensors are views of the buffer; otherwise they are
+    copies.
     """
     for file, data in files:
         if not file.endswith(INDEX):

@@ -1,7 +1,8 @@
 """Implements ranks (training processes) that add up tensors on CPUs with gloo, and gradients on GPUs with NCCL. torch's
-DistributedDataParallel (DDP) is not used, because it averages gradients, and losses are weighted over the whole
-minibatch. DDP also hooks into the forward pass of the whole model, but a learner runs the decoder and the head
-separately. DDP waits for a backward pass of every rank, but a rank may have no rows to train on.
+DistributedDataParallel (DDP) is not used for three reasons. DDP averages gradients, but a learner needs their sum,
+because its losses are weighted over the whole minibatch. DDP hooks into the forward pass of the whole model, but a
+learner runs the decoder and the head separately. DDP waits for a backward pass of every rank, but a rank may have no
+rows to train on.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class GlooRanks(Ranks):
         self._call_collective(lambda: self._receive_parts(parts))
 
     def find_late(self) -> list[int]:
-        """Return the ranks that have begun fewer collective calls than this rank, and so may have caused a failure."""
+        """Return the ranks that have begun fewer collective calls than this rank. These ranks may have caused a
+        failure.
+        """
         found = [rank for rank in range(self.count) if rank != self.rank and self._count_calls(rank) < self._done]
         return found or (self.beside.find_late() if self.beside else [])
 

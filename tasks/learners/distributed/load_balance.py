@@ -16,7 +16,7 @@ def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Divide pieces of work among ranks; return the indices of the pieces of each rank, in ascending order. `lengths`
     has the number of tokens of each piece of work."""
     found: list[list[int]] = [[] for _ in range(ranks)]
-    # heap whose first entry is the rank with the smallest load
+    # heap of loads, whose first entry is the rank with the smallest load
     loads = [(0, rank) for rank in range(ranks)]
     for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
         load, rank = loads[0]

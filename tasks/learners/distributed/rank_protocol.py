@@ -23,11 +23,11 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """A command to load weights and state. `weights` and `state` map the name of each file to its size in bytes; the
-    contents follow the command.
+    """A command to load weights and state. `weights` and `state` map the name of each file to its size in bytes. The
+    first rank sends the contents of the files after the command.
 
-    `sharing` says how rows share tokens, or is None if they share none. All ranks use the first rank's `sharing`,
-    because every rank must pack the batch into the same lines (packed sequences).
+    `sharing` says how rows (trajectories) share leading tokens, or is None if they share none. All ranks use the first
+    rank's `sharing`, because every rank must pack the batch into the same lines (packed sequences).
     """
 
     weights: Mapping[str, int]
@@ -58,7 +58,7 @@ class FindNonfinite:
 
 @dataclass(frozen=True, slots=True)
 class ShardModel:
-    """A command to replace the model's tensors by the rank's shards."""
+    """A command to replace the tensors of a rank's model by the shards of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ StartRank = Callable[[int, Meeting], StartedRank]
 
 @dataclass(frozen=True, slots=True)
 class RankHosts:
-    """The places where the ranks run: `host` is the address of the first rank, and `start` starts another rank.
+    """The hosts of the ranks: `host` is the address of the first rank, and the function `start` starts another rank.
 
     If `start` is None, all ranks are processes on one machine.
     """

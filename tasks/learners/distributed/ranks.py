@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
-# words by which torch's errors about a failed process group are recognized
+# words that occur in torch's errors about a failed process group
 GROUP_SIGNS = "gloo", "connection", "timed out"
 
 

@@ -3,7 +3,7 @@
     first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
     rank r:     ....... gather --> put --> report size and sha256
 
-- File n is stored by rank n modulo the number of ranks, and files with states of random generators by the first rank.
+- Rank n modulo the number of ranks stores file n. The first rank stores all files with states of random generators.
 - A rank holds at most `HELD` files in memory, or one file that is larger than `shard_bytes`.
 - The log entry of a policy version names a file only after the storing rank has reported its size and sha256.
 - A rank that waits for a slow object store reports that it waits, so that the wait does not count as a hang. If a rank
@@ -47,8 +47,8 @@ class Staging:
     ) -> None:
         """Assign each file to a rank.
 
-        `sizes` maps each file to its size, and to whether any rank can store the file. A rank that holds a file larger
-        than `most` bytes holds no other file.
+        `sizes` maps each file to a pair: its size in bytes, and False if only the first rank can store the file. A rank
+        that holds a file larger than `most` bytes holds no other file.
         """
         self._ranks, self._sizes, self._most, self._gather = ranks, sizes, most, gather
         self._places = {file: n % ranks.count if sizes[file][1] else 0 for n, file in enumerate(sizes)}

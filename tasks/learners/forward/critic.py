@@ -1,10 +1,10 @@
 """The critic estimates, before each token, the reward that the rest of the response will get (PPO: Schulman et al.
 2017).
 
-At first, the critic is a copy of the policy with a new head that outputs zero. With `model = "head"`, the critic is
-only a head on the policy's hidden states. After each update of the policy, the critic is trained on every row of the
-minibatch, to predict the returns of `objectives/gae.py`. Weights and AdamW moments of the critic are part of the
-learner's state.
+At first, the critic is a copy of the policy with a new head that outputs zero. With `train.critic.model = "head"`, the
+critic is only a head on the policy's hidden states. After each update of the policy, the critic is trained on every row
+of the minibatch, to predict the returns that `objectives/gae.py` computes. Weights and AdamW moments of the critic are
+part of the learner's state.
 
 In shapes, M is the number of tokens with loss mask 1 in a micro-batch, B the number of such tokens in a batch, and H
 the hidden size.
@@ -60,7 +60,9 @@ class Critic:
             self.begun = True
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """Return the reward that the critic expects before each token with loss mask 1 (float32)."""
+        """Return for each token with loss mask 1 the reward that the critic expects for the rest of the response
+        (float32).
+        """
         device = self.model.head.weight.device
         row, position = (send(index, device) for index in micro.where)
         hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
@@ -68,7 +70,8 @@ class Critic:
         return found
 
     def update(self, micros: Iterable[MicroBatch], values_B: Tensor, returns_B: Tensor, tokens: int) -> float:
-        """Update the critic on micro-batches; return the loss, which is the sum over all tokens divided by `tokens`.
+        """Compute the gradient of the critic on micro-batches; return the loss: the sum over all tokens, divided by
+        `tokens`.
 
         `values_B` are the values that the critic estimated before the policy version's first update.
         """
@@ -84,7 +87,7 @@ class Critic:
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state of the critic as tensors by name; return nothing before the first trained policy version."""
+        """Return the state of the critic as tensors by name; return an empty mapping before the first train step."""
         return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
@@ -132,8 +135,8 @@ def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) ->
     """Return the loss of each token: half of the squared error of the value or of the clipped value, whichever is
     larger.
 
-    A clipped value differs by at most `clip` from the value that the critic estimated before the update. The first code
-    of PPO (Schulman et al. 2017), verl and TRL clip values in the same way.
+    A clipped value differs by at most `clip` from the value that the critic estimated before the update. The original
+    code of PPO (Schulman et al. 2017), verl and TRL clip values in the same way.
     """
     held_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return torch.maximum((value_M - return_M).square(), (held_M - return_M).square()) / 2

@@ -1,10 +1,10 @@
-"""Computes entropies, and log-probs of given tokens, from logits, in the memory of the logits.
+"""Computes log-probs of given tokens, and entropies, from logits; overwrites the logits to save memory.
 
     logits --> log-softmax, in place --> log-probs of the targets, entropies
            <-- gradient, in place    <-- gradients of both
 
 Only one tensor of shape (M, V) is in memory, while autograd would store four. Values and gradients are bit-identical to
-those of `log_softmax`, `gather` and -sum p log p.
+those that autograd computes for `log_softmax`, `gather` and -sum p log p.
 
 In shapes, M is the number of tokens, and V the size of the vocabulary.
 """
@@ -30,7 +30,7 @@ def chosen_tokens(
     The logits are overwritten. The backward pass can run only once, because it overwrites the stored log-softmax.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
-    # The backward pass of an operation such as tanh needs its result, the logits, so a copy is overwritten.
+    # If the logits are the result of an operation such as tanh, its backward pass needs them, so a copy is overwritten.
     if hasattr(made.grad_fn, "_saved_result"):
         logits_MV = logits_MV.clone()
     logp_M, entropy_M = _ChosenTokens.apply(logits_MV, targets_M, temperature, entropy)  # type: ignore[no-untyped-call]
@@ -78,14 +78,18 @@ def _entropy(logp_PV: Tensor) -> Tensor:
 
 
 def _add_of_entropy(found_PV: Tensor, logp_PV: Tensor, given_P1: Tensor) -> None:
-    """Add the gradient of the entropy with respect to log p, with the same terms in the same order as autograd."""
+    """Add the gradient of the entropy with respect to log p to `found_PV`, with the same terms in the same order as
+    autograd.
+    """
     p_PV, less_P1 = logp_PV.exp(), -given_P1
     found_PV += less_P1 * p_PV
     found_PV += less_P1 * logp_PV * p_PV
 
 
 def _pieces(logp_MV: Tensor) -> Iterator[slice]:
-    """Return slices that together cover all rows of a matrix. A slice has at most `PIECE_BYTES` bytes, or one row."""
+    """Return slices that together cover all rows of a matrix. A slice has at most `PIECE_BYTES` bytes (more on a GPU),
+    but at least one row.
+    """
     most = PIECE_BYTES * (ON_GPU if logp_MV.device.type == "cuda" else 1)
     count, rows = len(logp_MV), max(1, most // max(1, logp_MV[:1].nbytes))
     return (slice(begin, begin + rows) for begin in range(0, max(1, count), rows))

@@ -89,9 +89,10 @@ class LoraPolicy(TrainedPolicy):
     def load(self, given: Named) -> None:
         """See `TrainedTensors`; the model must already have the weights that were published with this state.
 
-        W is set to the run's first weight if the first weight and the adapter give the published weight. If they do
-        not (another kind of machine published the weight), W is set to the published weight minus the adapter's part,
-        because the log decides what a version is. Later published weights then include the difference between the two.
+        The fixed weight W is set to the run's first weight if the first weight and the adapter give the published
+        weight. If they do not (another kind of machine published the weight), W is set to the published weight minus
+        the adapter's part, because the published files define a policy version. Weights that are published later then
+        include the difference between these two values of W.
         """
         super().load(self._without_adapter(given))
         self._begin()

@@ -65,7 +65,7 @@ class TrainedModels:
         self.device = find_device()
         self.model = model.to(self.device).eval()  # eval mode turns dropout off, but gradients are still computed
         if config.share_prefixes == "all":
-            use_path_attention(self.model)  # before the model is copied for other roles
+            use_path_attention(self.model)  # before the model is copied as critic or reference policy
         self.dtype: torch.dtype = model.dtype  # data type of the model's weights
         self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
         self.config = config
@@ -121,7 +121,8 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare the first update of a policy version.
 
-        `begin` calls `settle` before it changes the reference policy, because its tensors are stored.
+        `begin` calls `settle` before it changes the tensors of the reference policy, because they are stored with a
+        policy version.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -155,8 +156,9 @@ class TrainedModels:
 
     @torch.no_grad()
     def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Run `of` on the tokens of `rows` with loss mask 1; return a value for each of the B tokens, zero for other
-        rows."""
+        """Return a value for each of the B tokens with loss mask 1: the result of `of` for tokens of `rows`, and zero
+        for tokens of other rows.
+        """
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()

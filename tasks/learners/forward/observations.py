@@ -1,11 +1,12 @@
 """The observation loss: the policy also learns to predict the tokens that the environment adds, such as tool output.
 
 The loss of a minibatch is the loss of the policy's tokens + weight x L, where L is the mean of -log pi over the
-environment's tokens. With `sequence-mean`, L is the mean over trajectories of their means, as in ECHO (Shrivastava et
-al. 2026, Terminal agents learn world models for free), which uses the weight 0.05.
+environment's tokens. With the aggregation `sequence-mean`, the mean of each trajectory is computed first, and L is the
+mean of these means, as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free), which uses the
+weight 0.05.
 
-A token counts if it follows the first sampled token of its trajectory and was not sampled by the policy. Trajectories
-with advantage zero also contribute to the observation loss.
+A token belongs to the environment if it follows the first sampled token of its trajectory and was not sampled by the
+policy. Trajectories with advantage zero also contribute to the observation loss.
 
 In shapes, R is the number of rows, and O the number of environment tokens in a part of a micro-batch.
 """
@@ -25,7 +26,9 @@ from rollflow.tasks.policies.device import send
 
 
 class ObservationLoss:
-    """The observation loss of one minibatch. `total` is the part of L that was computed so far."""
+    """The observation loss of one minibatch. `total` is the sum of the losses that this rank has computed so far,
+    without the weight of the observation loss.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class ObservationLoss:
         part: list[int],
         device: torch.device,
     ) -> None:
-        """Compute the weight of each token in L; `part` has the rows of the minibatch."""
+        """Compute the weight of each token in the observation loss; `part` has the rows of the minibatch."""
         assert data.observed is not None
         counts_R = torch.from_numpy(data.observed.counts[part])
         mean = "sequence-mean" if objective.aggregation == "sequence-mean" else "token-mean"
@@ -45,7 +48,7 @@ class ObservationLoss:
         self.total = torch.zeros((), dtype=torch.float64, device=device)
 
     def compute(self, some: slice, hidden_OH: Tensor, observed: ObservedTargets) -> Tensor:
-        """Return the loss of the given tokens of a micro-batch, and add it to `total`."""
+        """Return the weighted loss of the given tokens of a micro-batch; add the loss without the weight to `total`."""
         targets_O = send(observed.targets[some], hidden_OH.device)
         logp_O, _ = self._token_logprobs.of(hidden_OH, targets_O)
         loss = -(logp_O * send(self._weight_R[observed.row_O[some]], hidden_OH.device)).sum()
@@ -53,7 +56,7 @@ class ObservationLoss:
         return self._weight * loss
 
     def sum_ranks(self, ranks: Ranks) -> dict[str, float]:
-        """Return L of the whole minibatch, in nats per token, as a metric."""
+        """Return the observation loss L of the whole minibatch, in nats per token, as a metric."""
         found = self.total.cpu().reshape(1)
         ranks.add(found)
         return {"observation_loss": float(found)}

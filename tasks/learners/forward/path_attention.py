@@ -1,8 +1,9 @@
-"""Attention over prefix trees on a CPU: each token attends to the tokens of its path (see `objectives/prefixes`).
+"""Attention over prefix trees on a CPU: each token attends to its path, the tokens from the root of the tree to the
+token itself (see `objectives/prefixes`).
 
-Attention is computed block by block (`AttentionBlocks`). A token's queries meet its keys in several blocks, whose
-results are merged by their normalizers: if a block gives the mean o of values with the log-sum-exp l of scores, then
-two blocks together give
+Attention is computed block by block (`AttentionBlocks`). The keys to which a token attends are divided among several
+blocks. The results of the blocks are merged by their normalizers: if a block gives the mean o of values with the
+log-sum-exp l of scores, then two blocks together give
 
     o = o1 + sigmoid(l2 - l1) (o2 - o1)        l = log(exp(l1) + exp(l2))
 
@@ -24,13 +25,14 @@ from torch.nn.functional import pad
 from rollflow.tasks.objectives.prefixes.blocks import AttentionBlocks, PaddedTrees, Span
 
 NAME = "rollflow_paths"  # the name under which transformers finds the attention of this module
-EXACT = "sdpa"  # the attention that this module computes if no blocks are given
+EXACT = "sdpa"  # name of the attention in transformers that this module uses if no blocks are given
 IGNORED = {"is_causal", "output_attentions", "output_router_logits", "position_ids", "use_cache"}
 
 
 def use_path_attention(model: Any) -> bool:
-    """Let a model compute attention by this module. Change nothing, and return False, if the model is on a GPU, or does
-    not use torch's `scaled_dot_product_attention`."""
+    """Make a model compute attention with this module, and return True. If the model is on a GPU, or does not use
+    torch's `scaled_dot_product_attention`, change nothing and return False.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -170,19 +172,19 @@ def _new_total(out: Tensor, sums: Tensor) -> Tensor:
 
 
 def _gather(given: Tensor, trees: PaddedTrees) -> Tensor:
-    """Return the tokens of small trees: (1, h, N, ...) becomes (trees, h, tokens of a tree, ...)."""
+    """Return the values of small trees' tokens: shape (1, h, N, ...) becomes (trees, h, tokens of a tree, ...)."""
     found = given.transpose(1, 2)[0].index_select(0, trees.places_N)
     return found.reshape(trees.count, -1, *found.shape[1:]).transpose(1, 2)
 
 
 def _scatter(into: Tensor, found: Tensor, trees: PaddedTrees) -> None:
-    """Copy the tokens of small trees to their places; the reverse of `_gather`."""
+    """Copy the values of small trees' tokens back to the positions of these tokens; the reverse of `_gather`."""
     rows = found.transpose(1, 2).flatten(0, 1).index_select(0, trees.kept)
     into.transpose(1, 2)[0].index_copy_(0, trees.places_N[trees.kept], rows)
 
 
 def _mask_padding(sums: Tensor, trees: PaddedTrees) -> Tensor:
-    """Return the log-sum-exp of small trees with infinity for padding."""
+    """Return the log-sum-exp of each token of small trees, with infinity for padding."""
     flat = sums.transpose(1, 2).flatten(0, 1)
     found = torch.full_like(flat, torch.inf)
     found[trees.kept] = flat[trees.kept]
@@ -190,7 +192,7 @@ def _mask_padding(sums: Tensor, trees: PaddedTrees) -> Tensor:
 
 
 def _widen(given: Tensor, heads: int) -> Tensor:
-    """Repeat the heads of keys or values, so that there are as many as queries have."""
+    """Repeat the heads of keys or values, so that they have as many heads as the queries."""
     times = heads // given.shape[1]
     return given if times == 1 else given.transpose(1, 2).repeat_interleave(times, dim=2).transpose(1, 2)
 

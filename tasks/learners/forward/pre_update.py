@@ -1,5 +1,5 @@
-"""Computes what a policy version needs before its first update: advantages, log-probs of the reference policy, values
-of the critic.
+"""Computes what a policy version needs before its first update: advantages, log-probs of the reference policy, and
+values of the critic.
 
 In shapes, R is the number of rows (trajectories), and B the number of tokens with loss mask 1 in the batch, one row
 after the other.
@@ -43,8 +43,8 @@ class PreUpdate:
     judged: BatchTargets
     behaviour_B: Tensor  # log-probs under the behaviour policy, which sampled the tokens
     proximal_B: Tensor | None  # log-probs of the policy before the update; None if a single update computes them itself
-    kept_B: Tensor | None  # bool: True if the token's loss counts; only for objectives that need the whole batch
-    reference_B: Tensor | None  # log-probs of the reference
+    kept_B: Tensor | None  # bool: True if the token has a loss; only for objectives that need the whole batch
+    reference_B: Tensor | None  # log-probs of the reference policy
     values_B: Tensor | None  # the critic's values
 
     @property
@@ -53,7 +53,9 @@ class PreUpdate:
         return self.judged.signal_R
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the critic's explained variance and mean value as metrics; an empty mapping if there is no critic."""
+        """Return the critic's explained variance and mean value as metrics; return an empty mapping if there is no
+        critic.
+        """
         if self.values_B is None or self.judged.returns_B is None or not len(self.values_B):
             return {}
         explained = explained_variance(self.values_B, self.judged.returns_B)
@@ -61,7 +63,9 @@ class PreUpdate:
 
 
 def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
-    """Compute the values that are needed before the first update, with one forward pass of each needed model."""
+    """Compute the values that are needed before the first update of a policy version, with one forward pass of each
+    needed model.
+    """
     every = range(len(data.rewards))
     reference_B = roles.compute_tokens(data, every, roles.reference_logprobs) if roles.reference else None
     values_B = roles.compute_tokens(data, every, roles.critic.values) if roles.critic else None
@@ -112,8 +116,8 @@ def compute_targets(
 ) -> BatchTargets:
     """Compute the advantages of a batch in the data type `dtype`.
 
-    `price_B` is subtracted from the rewards; `values_B` are the values of the critic, or None without a critic. The
-    reward of a single token counts at this token.
+    `price_B` is subtracted from the rewards; `values_B` are the values of the critic, or None without a critic. A
+    reward of a single token (`data.token_rewards`) is given at this token, not to the whole trajectory.
     """
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R

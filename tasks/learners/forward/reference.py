@@ -46,8 +46,9 @@ class Reference:
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state of the reference policy as tensors by name; return nothing before the first trained policy
-        version."""
+        """Return the state of the reference policy as tensors by name; return an empty mapping before the first train
+        step.
+        """
         return {**self._tensors_to_save(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:

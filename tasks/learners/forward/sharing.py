@@ -1,10 +1,11 @@
-"""Tests whether a model can process the tokens that rows share only once (`objectives/prefixes`).
+"""Tests whether a model can compute leading tokens once for all rows (trajectories) that share them
+(`objectives/prefixes`).
 
-Rows can share tokens only if the model obeys the attention and the token positions that it is given. A model with a
-sliding window, chunked attention or a recurrent state would ignore the attention mask, or would mask wrong tokens. If a
-policy's architecture declares a sliding window, chunked attention or a recurrent state, its rows share nothing. A model
-of any other architecture is tested: the log-probs of rows of a tree, with a branch within a branch, must equal the
-log-probs of each row alone.
+Rows can share tokens only if the model obeys the attention mask and the token positions that it is given. A model with
+a sliding window, chunked attention or a recurrent state would ignore the attention mask, or would mask wrong tokens. If
+a policy's architecture declares a sliding window, chunked attention or a recurrent state, its rows share no tokens. A
+model of any other architecture is tested: the log-probs of rows that form a tree, with a branch within a branch, must
+equal the log-probs of each row alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollflow.tasks.objectives.prefixes.lines import Sharing
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.head import HALF, NEAR, measure_distance
 
-# Rows of the test, which share 4, 5 and 6 tokens; the last row is a prefix of another one.
+# rows of the test, which share 4, 5 or 6 tokens with each other; the last row is a prefix of another row
 PROMPT, RESPONSES = (3, 4, 5, 6), ((7, 8, 9), (7, 8, 3, 4), (7, 3), (8, 7), (7, 8))
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
@@ -65,7 +66,7 @@ def _distance(model: Any, logprobs: TokenLogprobs, sharing: Sharing) -> float:
     """Return the largest difference, in nats, between the log-probs of test rows with shared tokens and without."""
     rows = _build_test_rows()
     found = []
-    # With a width of 10**6, sharing always saves work; with `dense` = 2, there are blocks of each kind.
+    # With a width of 10**6, sharing always saves work; with `dense` = 2, there are attention blocks of each kind.
     for way in (None, replace(sharing, width=10**6, dense=2)):
         found_B = torch.zeros(len(rows.chosen), device=model.device)
         for micro in micro_batches(rows, range(len(RESPONSES)), 100, way):

@@ -4,10 +4,10 @@ other ranks.
     learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
                             +---- sums over all ranks (`ranks`) ----+
 
-- The stored and published weights are those of the first rank. Before a train step, the weights and the state of the
-  first rank are sent to the other ranks if the ranks may differ, for example after `load`.
-- If a rank ends, or is missing for `train.rank_seconds` seconds, `RankFailed` names the rank, all ranks end, and a new
-  learner starts from storage.
+- The stored and published weights are those of the first rank. Before a train step, the first rank sends its weights
+  and state to the other ranks if theirs may differ, for example after `load`.
+- If a rank ends or does not answer for `train.rank_seconds` seconds, the error `RankFailed` names the rank. All ranks
+  then end, and a new learner starts from storage.
 - No rank changes a stored tensor before `settle` has returned on the first rank.
 - No rank outlives the process of the first rank.
 """
@@ -67,7 +67,7 @@ from rollflow.tasks.runtime.actor_warnings import open_socket
 
 IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # module that is imported before ranks are forked
 READY_SECONDS = 300.0  # longest time, in seconds, that a rank may take to import modules and to read the model
-GRACE_SECONDS = 5.0  # longest time, in seconds, that ranks which lost another rank may take to end themselves
+GRACE_SECONDS = 5.0  # longest time, in seconds, in which ranks that lost contact with another rank may end themselves
 POLL_SECONDS = 0.05
 
 
@@ -78,8 +78,8 @@ class MultiRankLearner:
         """Start the other ranks, and create the learner of the first rank.
 
         Raises:
-            ConfigError: there are fewer GPUs than ranks, or a learner with one rank would also reject the configuration
-                or the model.
+            ConfigError: there are fewer GPUs than ranks, or the configuration or the model is invalid with any number
+                of ranks.
         """
         if start.ranks == NEAR:
             check_gpus(config.ranks)
@@ -303,7 +303,8 @@ class OtherRanks:
 
     def _find_fault(self, error: Exception) -> str:
         """Return a sentence that says which rank failed and how. `_find_fault` waits up to `GRACE_SECONDS` seconds,
-        until ranks that only lost contact have ended by themselves."""
+        until ranks that only lost contact with another rank have ended by themselves.
+        """
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.read_exit() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)

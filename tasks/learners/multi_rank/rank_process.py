@@ -3,8 +3,8 @@
     orders --> load files or train on a batch, both sent by the first rank             --> next order
     requests for files --> send shards of a file or store the file, even during a step --> next request
 
-- The process ends when the process of the first rank ends, even if it is suspended by SIGSTOP. The kernel kills the
-  process when the fork server ends, and the fork server ends together with the first rank.
+- A rank's process ends when the process of the first rank ends, even if SIGSTOP has suspended the rank's process. The
+  kernel kills a rank's process when the fork server ends, and the fork server ends together with the first rank.
 - A command has no answer, because the first rank computes the result of each train step itself. If a rank fails, it
   writes the reason to the TCP store and ends. If a rank loses contact with the other ranks, it ends with the exit code
   `LOST`.
@@ -76,7 +76,7 @@ class OrderCount:
         self._count, self._changed = 0, Condition()
 
     def count_order(self) -> None:
-        """Count one more executed order."""
+        """Count one more executed command."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
@@ -123,7 +123,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
         # The learner starts without weights, because the first rank sends weights and state.
         learner = learner_of(config).create(config, replace(start, blank=True))
         store.set(ready_key(rank), "")
-        # While this rank waits, the first rank reads its weights, and reports an error if this takes too long.
+        # This rank waits without a time limit, because the first rank raises an error if any rank starts too late.
         while not store.check([MEET]):
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
@@ -138,7 +138,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
 def _read_pipe(pipe: Connection) -> Any:
     """Return the next command or request of the first rank; raise `OwnerGone` if the pipe is closed.
 
-    Only a closed pipe raises `OwnerGone`, so that errors of the rank's own work are not mistaken for it.
+    Only a closed pipe raises `OwnerGone`, so that errors of the rank's own work are not mistaken for a closed pipe.
     """
     try:
         return pipe.recv()
@@ -178,7 +178,7 @@ def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
     except RankLost:
         with contextlib.suppress(RuntimeError):
             store.set(gone_key(rank), "")
-        os._exit(LOST)  # the first rank looks for the cause at ranks with other exit codes
+        os._exit(LOST)  # the first rank looks for the cause among ranks with other exit codes
     except Exception as error:  # noqa: BLE001 - the first rank reports any error
         with contextlib.suppress(RuntimeError):  # without the TCP store, no rank can read the reason
             store.set(failed_key(rank), f"{type(error).__name__}: {error}".partition("\n")[0])

@@ -6,7 +6,8 @@ half a rounding step. The policy's weights are the master weights, rounded to bf
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 
-- If other code, such as a cold start, changes a weight of the policy, `follow` copies the value to the master weight.
+- If other code, such as a cold start (supervised training), changes a weight of the policy, `follow` copies the new
+  value to the master weight.
 - Without master weights, the optimizer updates the policy's own parameters, and nothing is copied.
 """
 
@@ -70,5 +71,7 @@ class MasterWeights:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of a policy parameter and its master weight; an empty list if there are no master weights."""
+        """Return pairs of a policy parameter and its master weight; return an empty list if there are no master
+        weights.
+        """
         return [(own, self.parameters[name]) for name, own in self._policy.items()] if self.wide else []

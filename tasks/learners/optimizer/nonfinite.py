@@ -1,4 +1,4 @@
-"""Checks that raise the error `NotFinite` before a NaN or an infinity reaches the optimizer."""
+"""Finds NaN and infinity in batches, losses and gradients, and raises `NotFinite` before the optimizer uses them."""
 
 from __future__ import annotations
 

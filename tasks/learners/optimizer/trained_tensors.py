@@ -35,8 +35,9 @@ class TrainedTensors:
         )
 
     def begin(self, rate: float) -> None:
-        """Prepare the first update of a policy version: set the learning rate, and accept weights that other code has
-        changed."""
+        """Prepare the first update of a policy version: set the learning rate, and copy weights that other code has
+        changed to the master weights.
+        """
         self.trained.follow()
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -109,7 +110,7 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
     """Raise `Corrupt` if a file name has none of the prefixes `stems`, or if a prefix has no file.
 
-    A prefix may have no file before the first update, when the critic and the reference policy store nothing.
+    Before the first update a prefix may have no file, because the critic and the reference policy then store nothing.
     """
     strange = sorted(name for name in files if not name.startswith(tuple(stems)))
     begun = any(name.startswith(MOMENTS) for name in saved)

@@ -102,14 +102,17 @@ class ShardingBackend(TrainedTensors):
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `TrainedTensors`. The tensors have no values (they are on "meta"); `gather_tensor` gathers the values."""
+        """See `TrainedTensors`. The tensors have no values (they are on torch's "meta" device); `gather_tensor` gathers
+        the values.
+        """
         return {
             n: t.to("meta") for n, t in self.expected_tensors([f"step/{name}" for name in self.list_changed()]).items()
         }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather a saved tensor on rank `to`; on other ranks, return an empty tensor, or the number of optimizer
-        steps."""
+        """Gather a saved tensor on rank `to`; on other ranks, return an empty tensor. A number of optimizer steps is
+        returned on every rank.
+        """
         key, _, name = saved.partition("/")
         if key == "step":
             return self.count_steps(name)

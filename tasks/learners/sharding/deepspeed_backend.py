@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO 1 shards AdamW moments, ZeRO 2 also gradients, and ZeRO 3 also weights.
+"""Shards a learner's tensors with DeepSpeed: ZeRO 1 shards AdamW moments, ZeRO 2 also gradients, and ZeRO 3 also
+weights.
 
 DeepSpeed adds up and clips gradients, and takes optimizer steps; checkpoints are safetensors files. A rank's shard of a
 tensor is a contiguous piece of the flattened tensor, or nothing.
@@ -25,7 +26,7 @@ from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
 
-# name of DeepSpeed's operation for sums over processes, which is compiled at its first use
+# name of DeepSpeed's operation for sums over processes, which would be compiled at its first use
 SHARED_MEMORY = "deepspeed_shm_comm"
 
 
@@ -45,7 +46,8 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 replaces `linear` in the whole process, which would change the order of sums in ZeRO 2.
+    # An earlier ZeRO 3 engine may have replaced `linear` in the whole process; this would change the order of sums in
+    # ZeRO 2.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
@@ -201,7 +203,8 @@ class DeepSpeedTensors(ShardingBackend):
     def _put_policy(self, parameter: Any, value: Tensor) -> None:
         """Set a parameter of the model to `value`.
 
-        With ZeRO 3, only this rank's shard is set, but a small parameter is also set as a whole.
+        With ZeRO 3, this rank's shard is set. A parameter that DeepSpeed keeps whole on each rank is also set as a
+        whole.
         """
         if self.zero < 3:
             parameter.copy_(value)

@@ -7,8 +7,8 @@
 - AdamW updates the shards in place. With master weights, the shards are float32, and gathered weights are rounded to
   the policy's data type.
 - Gradients are added up in float32 after each backward pass.
-- A shard consists of rows of a parameter's first dimension. All ranks have the same number of rows, but the last ranks
-  may have fewer rows, or none.
+- A shard consists of rows of a parameter's first dimension. Each rank has the same number of rows, except that the last
+  ranks may have fewer rows or none.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class FsdpTensors(ShardingBackend):
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
-        """See `TrainedTensors`. Masters are loaded after all other tensors, because `given` may load weights, too."""
+        """See `TrainedTensors`. Master weights are loaded after all other tensors, because reading `given` may also
+        load weights.
+        """
         self.clear()
         masters = dict[str, Tensor]()
         super().load(self._split_off_masters(given, masters))
@@ -134,8 +136,9 @@ class FsdpTensors(ShardingBackend):
             del value  # free the memory of the file before the next file is read
 
     def _shard_model(self) -> Any:
-        """Shard the model with FSDP: first modules of another data type, then layers and separate modules, then the
-        other parameters."""
+        """Shard the model with FSDP: first modules whose data type differs from most modules, then layers and modules
+        that FSDP can gather alone, then the other parameters.
+        """
         root = AnyForward(self._model).eval()
         device = next(self._model.parameters()).device
         mesh = init_device_mesh(device.type, (self.ranks.count,))
@@ -161,7 +164,9 @@ class FsdpTensors(ShardingBackend):
         patch_all_gather(cut)
 
     def _own_shards(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards of the parameters, or with `of_gradients` of the gradients that exist, by name."""
+        """Yield this rank's shards of the parameters by name; with `of_gradients`, yield the shards of existing
+        gradients instead.
+        """
         for name, parameter in self._model.named_parameters():
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:

@@ -2,8 +2,8 @@
 
     torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
-- All ranks run the same number of passes, because ranks exchange shards in each pass. A rank with fewer micro-batches
-  than other ranks runs an extra row whose loss is multiplied by zero.
+- All ranks run the same number of passes, because ranks exchange shards in each pass. For each micro-batch that a rank
+  has fewer than other ranks, the rank runs an extra row, whose loss is multiplied by zero.
 - The model is sharded before the first train step or load, so that a cold start (supervised training) can train the
   whole model.
 - Stored files are the same as those of `TorchLearner`, so they do not depend on the number of ranks.
@@ -78,8 +78,9 @@ class ShardedCritic(Critic):
     optimized: ShardingBackend
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
-        """Shard the parameters of the critic with `engine`. Before `shard` is called, the critic reads the weights of
-        the unsharded policy."""
+        """Shard the parameters of the critic with `engine`. After this call, `begin` copies the policy's weights from
+        the shards of all ranks.
+        """
         self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
         self.optimized = engine
@@ -207,7 +208,7 @@ class ShardedLearner(TorchLearner):
         return self._file(self._list_stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return for each weight and state file its size in bytes, and whether any rank can store it."""
+        """Return for each weight and state file its size in bytes, and False if only the first rank can store it."""
         return {
             file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_is_sharded, shard.values())))
             for stem, shards in self._list_stored().items()
@@ -260,8 +261,9 @@ class ShardedLearner(TorchLearner):
         return found_B
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield the same number of micro-batches on each rank; the flag is False for an extra micro-batch whose loss
-        does not count."""
+        """Yield the same number of micro-batches on each rank; the flag is False for an extra micro-batch, whose
+        results are not used.
+        """
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)

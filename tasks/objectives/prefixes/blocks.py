@@ -1,12 +1,13 @@
-"""Splits attention over prefix trees into blocks, so that its cost grows with the paths of tokens instead of with the
-square of the tree's size.
+"""Splits attention over prefix trees into blocks. The cost of attention then grows with the lengths of the tokens'
+paths, instead of with the square of the tree's size.
 
-    p p p a a a b b      each run attends to itself, causally        (p p p a a a), (b b)
-                         what follows a fork attends to the path     (b b) to (p p p)
+    p p p a a a b b      each token run attends to itself, causally  (p p p a a a), (b b)
+                         tokens after a fork attend to the path      (b b) to (p p p)
 
-A block of the second kind contains all tokens behind a fork except the first branch, which continues the run. Depth
-first, these tokens have consecutive places, and so have the run's tokens before the fork. Trees and branches of few
-tokens are padded to similar lengths, and attend densely with a mask, because many small blocks would cost more.
+A token run is a sequence of tokens at consecutive positions (see `layout`). A block of the second kind contains all
+tokens after a fork except the first branch, which continues the token run. In depth-first order, these tokens have
+consecutive positions, and so have the tokens of the token run before the fork. Trees and branches with few tokens are
+padded to similar lengths, and their attention is dense, with a mask, because many small blocks would cost more.
 
 In shapes, N is the number of trees, and T their padded number of tokens.
 """
@@ -23,14 +24,14 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.prefixes.layout import Packing, PlacedRun
 
-Span = tuple[int, int]  # first place, and place after the last
+Span = tuple[int, int]  # first position, and position after the last
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedTrees:
     """N small trees, padded to T tokens, in which attention is dense."""
 
-    places_N: Tensor  # (N x T,) int64: place of each token in the line; for padding, the tree's first place
+    places_N: Tensor  # (N x T,) int64: position of each token in the line; for padding, the tree's first position
     kept: Tensor  # int64: indices in `places_N` of tokens that are not padding
     count: int  # N
     mask: Tensor  # (N, 1, T, T): zero if the token of the third axis attends to the token of the last axis
@@ -41,9 +42,9 @@ class AttentionBlocks:
     """The blocks of attention over a line of prefix trees. Each token of the line is in one of the blocks `causal` or
     `padded`."""
 
-    causal: tuple[Span, ...]  # runs that attend to themselves
+    causal: tuple[Span, ...]  # token runs, inside which attention is causal
     padded: tuple[PaddedTrees, ...]
-    paths: tuple[tuple[Span, Span], ...]  # tokens, and earlier tokens to which all of them attend
+    paths: tuple[tuple[Span, Span], ...]  # span of tokens, and span of earlier tokens to which all of them attend
 
 
 def split_attention(laid: Packing, most: int, dtype: torch.dtype) -> AttentionBlocks:
@@ -53,7 +54,7 @@ def split_attention(laid: Packing, most: int, dtype: torch.dtype) -> AttentionBl
     for run in runs:
         inside = run.parent >= 0 and _size(runs[run.parent]) <= most
         if inside:
-            continue  # a tree that contains the run is dense
+            continue  # the parent's tree is dense, and contains this token run
         whole = _size(run) <= most
         span = run.place, run.end if whole else run.place + run.length
         (small if span[1] - span[0] <= most else causal).append(span)
@@ -83,7 +84,7 @@ def fill_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _size(run: PlacedRun) -> int:
-    """Return the number of tokens of a run and of all runs that are attached to it."""
+    """Return the number of tokens of a token run and of all token runs that branch off from it."""
     return run.end - run.place
 
 

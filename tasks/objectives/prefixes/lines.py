@@ -1,5 +1,5 @@
-"""A line is a sequence of tokens that a model processes. A line contains one row (trajectory), or several rows of a
-group. In a line of several rows, a row leaves out the leading tokens that it shares with the row before it.
+"""Packs rows (trajectories) into lines. A line is a sequence of tokens that a model processes: one row, or several rows
+of a group. In a line of several rows, a row leaves out the leading tokens that it shares with the row before it.
 
     rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and its positions follow p's
             p p p b b
@@ -20,14 +20,14 @@ import numpy as np
 from rollflow.tasks.objectives.prefixes.order import count_shared, order_rows
 from rollflow.tasks.objectives.rows import BatchRows
 
-PAIRS = 6  # for each token, the rest of a layer costs as much as attention over PAIRS x width pairs
-MERGE = 16  # to merge two blocks for a token costs as much as the rest of a layer for MERGE / width tokens
+PAIRS = 6  # for each token, a layer without attention costs as much as attention over PAIRS x width pairs
+MERGE = 16  # merging two blocks for a token costs as much as a layer without attention for MERGE / width tokens
 DENSE = 64  # number of tokens up to which attention over a whole tree costs less than attention along its paths
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which tokens the rows of a line share, and how a model attends to them."""
+    """The tokens that the rows of a line may share, and the kind of attention to these tokens."""
 
     width: int  # width (hidden size) of the model's layers
     prefixes: bool = True  # True: all leading tokens are shared; False: only the prompt of a group
@@ -37,7 +37,9 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """A line: one row (trajectory), or several rows of which each leaves out the tokens that it shares."""
+    """A line: one row (trajectory), or several rows, each without the leading tokens that it shares with the row before
+    it.
+    """
 
     rows: tuple[int, ...]
     shared: tuple[int, ...]  # number of leading tokens that each row shares with the row before it; 0 for a first row

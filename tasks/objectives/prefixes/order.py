@@ -5,8 +5,8 @@
             a f                    f                   a f        shares 1
 
 The order is depth first. At each fork of the tree, the branch with the longest row comes first. Rows of different
-groups never share tokens. The sum of the tokens that a row does not share with the row before it is the size of the
-tree.
+groups never share tokens. The size of the tree is the number of tokens that a row does not share with the row before
+it, summed over all rows.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def count_shared(data: BatchRows, rows: Sequence[int]) -> np.ndarray:
     step = np.arange(len(pair)) - np.repeat(np.cumsum(most) - most, most)
     differs = np.flatnonzero(data.tokens[begins[:-1][pair] + step] != data.tokens[begins[1:][pair] + step])[::-1]
     found[1:] = most
-    found[1 + pair[differs]] = step[differs]  # of several values for a pair, numpy keeps the last, which is the least
+    found[1 + pair[differs]] = step[differs]  # of several values for a pair, numpy keeps the last, the smallest
     return found
 
 
 def _sort_by_tokens(data: BatchRows, rows: Sequence[int]) -> list[int]:
     """Sort rows by group, then by their tokens as a dictionary sorts words."""
-    words = data.tokens.astype(">i4").tobytes()  # big-endian numbers have the order of their bytes
+    words = data.tokens.astype(">i4").tobytes()  # the bytes of big-endian numbers sort like the numbers
     ends, groups = (4 * data.offsets).tolist(), data.groups.tolist()
     return sorted(map(int, rows), key=lambda row: (groups[row], words[ends[row] : ends[row + 1]], row))
 

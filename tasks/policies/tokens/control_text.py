@@ -7,8 +7,8 @@ tokens. Without a protection, the output of a tool could end its own message, an
     output of a tool --> cut --> chat template --> split at the marks --> tokens
 
 The tokens decode to the same text, except that some tokenizers add a blank after each mark. A text without control
-tokens gets no mark. `cut_message` also marks ends that could form a control token together with the neighbouring
-message.
+tokens gets no mark. `cut_message` also puts a mark at an end of a message that could form a control token together with
+the neighbouring message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ControlTokens:
         }
         starts = {name.strip(BLANKS)[:2] for name in self._names.values()}
         self._hint = re.compile("|".join(map(re.escape, sorted(starts, key=len, reverse=True))))
-        # `_starts` and `_ends` contain all beginnings and all ends of the tokens' texts.
+        # `_starts` and `_ends` contain all beginnings and all ends of the control tokens' texts.
         names = [self._normalize(name).strip(BLANKS) for name in self._names.values()]
         self._longest = max(map(len, names), default=1)
         self._starts = {name[:size] for name in names for size in range(1, len(name))}

@@ -24,8 +24,8 @@ def find_ends(fast: Tokenizer, tokens: Sequence[int], whole: str, special: bool)
     """Return, for each token, the number of characters of `whole` up to the end of the token; None if no method
     works.
 
-    With `special = False`, special tokens have no characters. A character that several tokens form counts only at the
-    token that completes it. An invalid byte counts at its own token, or up to three bytes later.
+    With `special = False`, special tokens have no characters. If several tokens form a character, the character belongs
+    to the token that completes it. An invalid byte belongs to its own token, or to a token up to three bytes later.
     """
     left_out = set[int]() if special else _special_tokens(fast)
     kept = [token for token in tokens if token not in left_out]
@@ -42,8 +42,9 @@ def _special_tokens(fast: Tokenizer) -> set[int]:
 
 
 def _repeat_ends(ends: Iterable[int], are_left_out: Iterable[bool]) -> list[int]:
-    """Return the end of every token; a token that is left out has the end of the token before it. `ends` begins
-    with 0."""
+    """Return the end of every token; a token that is left out ends where the token before it ends. `ends` begins with
+    0.
+    """
     ends = iter(ends)
     end, repeated = next(ends), list[int]()
     for is_left_out in are_left_out:
