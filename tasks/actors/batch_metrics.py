@@ -25,8 +25,7 @@ def compute_batch_metrics(
 ) -> dict[str, float]:
     """Compute the mean reward, accuracy, staleness, token counts and discards of a training batch.
 
-    Responses that are left out because nobody could judge them count only in `response_tokens` and
-    `left_out_tokens`.
+    A response that could not be judged counts only in `response_tokens` and `left_out_tokens`.
     """
     every, batch = batch, batch.judged
     rewards = _read_rewards(batch)
@@ -55,7 +54,7 @@ def compute_batch_metrics(
 
 
 def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean, over the responses of a batch, of the sum of each response's token rewards."""
+    """Sum the token rewards of each response, and return the mean of the sums over the batch."""
     if batch.optional("token_rewards") is None:
         return {}
     return {
@@ -64,8 +63,8 @@ def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
 
 
 def _compute_role_rewards(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean reward of each role, without the rewards of its tokens, for at most `MOST_PARTS` roles. The
-    reward of a role counts once per episode.
+    """Compute the mean reward of each role, without token rewards, for at most `MOST_PARTS` roles. The reward of a role
+    counts once per episode.
     """
     if batch.optional("role") is None:
         return {}
@@ -82,7 +81,7 @@ def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> 
     reward.
 
     In a run with several domains, the metrics of each domain include its mean reward, accuracy and response length.
-    Responses that are left out do not count.
+    Responses that could not be judged do not count.
     """
     batch = batch.judged
     found = batch.domains
@@ -153,6 +152,6 @@ def _find_correct(batch: TrajectoryBatch) -> npt.NDArray[np.bool_]:
 
 
 def _read_rewards(batch: TrajectoryBatch) -> npt.NDArray[np.float32]:
-    """Return the reward of each episode, without the rewards of its tokens."""
+    """Return the reward of each episode, without its token rewards."""
     rewards: npt.NDArray[np.float32] = view_numbers(batch.table["reward"])[batch.episode_rows]
     return rewards

@@ -2,8 +2,8 @@
 
 A batch is sent as the name of a local file or, to another machine, as an Arrow buffer in Ray's object store.
 
-A call to a dead channel actor is repeated on the new actor, which neither loses nor duplicates a batch. After a
-restart, the channel's actor reads lost batches from storage.
+A call to a dead channel actor is repeated on the new actor, so that no batch is lost or duplicated. The new actor reads
+from storage the batches that the dead actor held.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ChannelActor:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
-        """Return after `seconds`, so that a waiting caller gets an error if the actor dies."""
+        """Return after `seconds`; a caller that waits for the answer gets an error if the actor dies."""
         await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
@@ -144,7 +144,7 @@ class RayChannel:
         self._actor = actor
 
     async def put(self, number: int, payload: object, deadline: float, entry: int = 0) -> None:
-        """Put a batch into the channel; of a `Path`, only the name of the file is sent."""
+        """Put a batch into the channel; if `payload` is a `Path`, only the path is sent."""
         sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes a string without pickling it
         await self._wait(lambda a, left: a.put.remote(number, sent, left, entry), deadline, f"take batch {number}")
 
@@ -157,7 +157,7 @@ class RayChannel:
         return int(await self._wait(lambda a, _: a.count_waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """Lease a batch to the learner; the call blocks its thread until the batch arrives.
+        """Lease a batch to the learner; the call blocks the calling thread until the batch arrives.
 
         The returned buffer is a view of shared memory.
         """
@@ -181,11 +181,13 @@ class RayChannel:
         return ray.get(held[0], timeout=patience.left)
 
     def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number`, and announce the policy version trained on it; the call blocks its thread."""
+        """Acknowledge batch `number`, and announce the policy version trained on it; the call blocks the calling
+        thread.
+        """
         self._get(lambda a: a.finish.remote(number, version), f"acknowledge batch {number}")
 
     def announce(self, version: int) -> None:
-        """Announce to all clients that a policy version is published; the call blocks its thread."""
+        """Announce to all clients that a policy version is published; the call blocks the calling thread."""
         self._get(lambda a: a.announce.remote(version), f"announce version {version}")
 
     @property
@@ -244,7 +246,7 @@ class _CallDeadline:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Translate Ray's errors into our own.
+        """Translate Ray's errors into rollflow's errors.
 
         The loss of the actor or of a batch is ignored until the call's time limit.
         """

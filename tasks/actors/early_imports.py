@@ -99,7 +99,7 @@ def _import_in_turn(kind: Kind, file: Path) -> None:
     except FileNotFoundError:  # no file requests a spare, so Ray started this worker for a waiting actor
         if _wait_for_spare(kind, file.with_suffix(IMPORTING)) or kind != "engine":
             return
-    # Ray sets 1 for an actor without CPUs, and torch reads the variable only once.
+    # Ray sets OMP_NUM_THREADS to 1 for an actor without CPUs, and torch reads the variable only once.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _hold_import_lock(file.with_suffix(IMPORTING)):
         import_all(kind)
@@ -107,7 +107,7 @@ def _import_in_turn(kind: Kind, file: Path) -> None:
 
 @contextlib.contextmanager
 def _hold_import_lock(file: Path) -> Iterator[None]:
-    """Lock `file` while this worker process imports modules, so that others of the same kind can wait."""
+    """Lock `file` while this worker process imports modules, so that other workers of the same kind can wait for it."""
     held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     try:
@@ -119,7 +119,9 @@ def _hold_import_lock(file: Path) -> Iterator[None]:
 
 
 def _wait_for_spare(kind: Kind, file: Path) -> bool:
-    """Wait while another worker process of this kind imports modules; return whether the actor can start there."""
+    """Wait while another worker process of this kind imports modules; return True if there was one, because it can host
+    the actor.
+    """
     held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
     try:
         limit = time.monotonic() + (LONGEST_SECONDS if kind == "engine" else SHORT_SECONDS)
@@ -137,7 +139,7 @@ def _wait_for_spare(kind: Kind, file: Path) -> bool:
 
 
 def import_all(kind: Kind) -> None:
-    """Import all modules of a kind."""
+    """Import the modules of a kind of actor."""
     if kind == "engine":
         from rollflow.tasks.engines.vllm.engine import import_early
 

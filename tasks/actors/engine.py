@@ -44,7 +44,7 @@ class EngineActor:
         self._build = build
         self._built: Engine | None = None
         self._source: WeightsSource | None = None
-        # lock during a fetch of weights, which may delete weights that an update is reading
+        # lock during a fetch and during an update of weights: a fetch may delete weights that an update is reading
         self._loading = asyncio.Lock()
         self._meter = EngineMeter()
         self._cpu = CpuClock("engine", "engine core")
@@ -61,7 +61,7 @@ class EngineActor:
         """Start the engine, or wait for an earlier `start`.
 
         A dead engine is replaced by a new one, without weights and without a client. The actor's process stays alive,
-        because imports and compilation take most of the start.
+        because imports and compilation take most of the time of a start.
         """
         if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())
@@ -177,7 +177,7 @@ class EngineActor:
             await self._engine.update(version, folder)
 
     def _fetch_weights(self, version: int, source: WeightsSource) -> Path:
-        if self._source != source:  # an equal source has already fetched the weights
+        if self._source != source:  # keep an equal source, because it has already fetched weights
             self._source = source
         try:
             return self._source.weights(version)

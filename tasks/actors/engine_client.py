@@ -1,4 +1,4 @@
-"""The client of an engine actor, which implements the `Engine` contract by calls to the actor.
+"""Implements the `Engine` contract with a client that calls an engine actor.
 
 Several requests share an actor call, because a call for each request would cost more than generating a short answer.
 
@@ -12,7 +12,7 @@ Several requests share an actor call, because a call for each request would cost
 - Every wait has a deadline; after the death or silence of the actor, every call raises `EngineFailed`. `progress` still
   returns the tokens that were received.
 - The error of one request is raised only at its caller.
-- A client that lost the actor to another client can no longer change it.
+- A client that lost the actor to another client can no longer change the actor's engine.
 - The request of a cancelled caller is aborted, and its id may be reused at once.
 """
 
@@ -67,8 +67,8 @@ class RayEngine:
         """Connect to an actor.
 
         Args:
-            silent_seconds: an engine actor counts as dead if it does not answer, or generates no token, for this many
-            seconds.
+            silent_seconds: an engine actor counts as dead after this many seconds without an answer or without a new
+                token.
             keep_actor: if True, the caller restarts and ends the actor. With `keep_actor`, the method `close` closes
                 only the engine, and kills the actor only if the actor does not answer.
         """
@@ -232,7 +232,7 @@ class RayEngine:
                 self._check_moving(self._deliver(await self._ask_as_owner(self._silent, "collect")))
         except EngineFailed:
             return  # the error was already raised at every waiting caller
-        except Exception as error:  # noqa: BLE001 - as in `_submit`
+        except Exception as error:  # noqa: BLE001 - whatever the error is, no caller may wait forever
             self._fail(EngineFailed(f"the results of {self._name} could not be collected: {error!r}"))
 
     def _deliver(self, collected: Collected) -> bool:
@@ -315,7 +315,7 @@ class RayEngine:
 
 @dataclass(eq=False, slots=True)
 class PendingCall:
-    """A generation request whose caller waits, or waited when the engine failed.
+    """A generation request whose caller waits for the result, or waited for it when the engine failed.
 
     `number` is the id under which the request is sent to the actor, because a caller may reuse its own id.
     """

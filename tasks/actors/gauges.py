@@ -3,10 +3,10 @@
     rollflow_rollout_running{run="sorting-1"} 64
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 
-A gauge shows a number from an actor's status (`statuses`), once a second, and is named after the status field. If a
-field has several values, the label `what` distinguishes them. The gauges of sandboxes and environments have labels such
-as `bubblewrap programs` and `trl hangs`. Nothing is set on a cluster where Ray collects no metrics, such as a private
-cluster.
+A gauge shows a number from an actor's status (`statuses`) and is named after the status field. Gauges are set once a
+second. If a field has several values, the label `what` distinguishes them. The gauges of sandboxes and environments
+have labels such as `bubblewrap programs` and `trl hangs`. No gauge is set on a cluster where Ray collects no metrics,
+such as a private cluster.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_figures(status: ActorStatus) -> Iterator[Figure]:
 
 
 def _read_sandboxes(uses: Sequence[SandboxUse]) -> Iterator[tuple[str, float]]:
-    """Yield the figures of each kind of sandbox, summed over the processes of an actor."""
+    """Yield the usage numbers of each kind of sandbox, summed over the processes of an actor."""
     found = SandboxUses()
     found.note(uses)
     for kind, figures in found.totals().items():
@@ -64,7 +64,7 @@ def _read_sandboxes(uses: Sequence[SandboxUse]) -> Iterator[tuple[str, float]]:
 
 
 def read_own_sandboxes() -> list[SandboxUse]:
-    """Return the figures of the sandboxes that this process and its child processes have used."""
+    """Return the usage numbers of the sandboxes that this process and its child processes have used."""
     return [SandboxUse(name_own_process(), kind, one) for kind, one in figures_of_process().read().items()]
 
 
@@ -92,8 +92,8 @@ class Gauges:
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
-        """Set the gauges to the numbers in an actor's status and in `more`; return the status with the figures of this
-        process's sandboxes.
+        """Set the gauges to the numbers in an actor's status and in `more`; return the status, to which the usage
+        numbers of this process's sandboxes are added.
         """
         status = replace(status, sandboxes=[*read_own_sandboxes(), *status.sandboxes])
         if self.on:

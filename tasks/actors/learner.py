@@ -6,8 +6,8 @@
 
 The learner starts from storage alone: it restores the newest published version, or creates version 0. A version is
 committed together with the batch that it was trained on. A learner that another learner has replaced gets the error
-`Deposed` and stops. A batch that differs from its commit, or with `train.not_finite = "skip"` makes weights NaN, is
-rejected and formed again.
+`Deposed` and stops. A batch that differs from its commit in the log is rejected and formed again. With
+`train.not_finite = "skip"`, a batch that makes weights NaN is also rejected and formed again.
 
 While version v + 1 is being published (see `publishing`), batch v + 1 may already be trained on if `async_ratio` is 1
 or more. If publishing fails or the learner dies, the training after version v is repeated.
@@ -271,7 +271,8 @@ class LearnerActor:
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Get batch `number` from the channel, and wait as long as the rollout stage may take to form it.
+        """Get batch `number` from the channel; wait at most `rollout.patience_seconds` until the rollout stage has
+        formed it.
 
         The wait excludes the time in which storage does not answer.
         """
@@ -376,7 +377,8 @@ class LearnerActor:
             self.policies.prune(self.writer)
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
-        """Return the learner's log-probs of the probe tokens, with which engines verify new weights.
+        """Return the learner's log-probs of the run's probe tokens. Engines that load the weights must compute the same
+        log-probs, up to a tolerance.
 
         Raises: NotFinite: the policy version has a NaN or an infinity. If `NotFinite` is raised, nothing of the policy
             version has been stored.

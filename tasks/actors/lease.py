@@ -1,11 +1,11 @@
-"""Ends a run's detached actors when their lease expires, which happens once no supervisor watches the run.
+"""Ends a run's detached actors when their lease expires, because no supervisor watches the run any more.
 
     supervisor -- status.json, every second --> run's storage <-- reads now and then -- a timer thread in each actor
 
 - An actor ends, with the processes that it started, when the supervisor has written no status for
   `cluster.lease_seconds`. The flows of the stages fail a little earlier, so they restart no actor.
 - Any change of the supervisor's status renews the lease, so clocks of different machines are never compared.
-- A pause of the actor or of its machine does not expire the lease.
+- The time in which an actor or its machine is paused does not count towards the lease.
 - While storage does not answer, the lease is extended by `store.patience_seconds`.
 - The timer does not depend on the actor's event loop, so an actor with a blocked event loop ends, too.
 """
@@ -59,7 +59,7 @@ class Lease:
         )
 
     def hold(self, role: str) -> None:
-        """Start a thread that ends this process when the lease expires; an actor calls this once."""
+        """Start a thread that ends this process when the lease expires; an actor calls `hold` once."""
         if self.seconds:
             threading.Thread(target=self._hold, args=(role,), name="lease", daemon=True).start()
 
@@ -93,7 +93,7 @@ class LeaseWatch:
         self._read, self._clock = read or self._status, clock
         self._seen: bytes | None = None
         self._looked = clock()
-        self._unwatched = 0.0  # number of seconds in which the supervisor's status did not change
+        self._unwatched = 0.0  # number of seconds since the supervisor's status last changed
 
     def check_expiry(self) -> bool:
         """Read the supervisor's status, unless it was just read; return whether the lease has expired."""

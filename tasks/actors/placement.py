@@ -4,7 +4,7 @@
   the cluster without CPUs, such as the supervisor's host.
 - With `reserve_cpus`, an actor reserves all CPUs that its threads use.
 - An actor whose role has labels or a custom resource runs only on nodes that have them.
-- With "spread", engines are distributed over the nodes, so that the loss of a node costs few engines.
+- With the strategy "spread", engines are distributed over the nodes, so that the loss of a node costs few engines.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 - No tensor is copied: the next step calls `settle` on all ranks before it changes a tensor. The next step waits only if
   the store takes longer than the forward and backward passes of that step.
 - One version at a time is published.
-- After a failed publishing, every `settle` raises the error until `forget` is called.
+- If publishing failed, every call of `settle` raises the error until `forget` is called.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
             +---- orders, over a separate connection that is protected by a secret ----+
 
 Rank actors end together with the learner's actor. GPUs of the ranks are reserved together in a placement group, so that
-two runs do not wait for each other with half of them. Traffic between ranks goes over the network, unencrypted.
+two runs do not reserve half of the GPUs each and wait for each other. Traffic between ranks is sent over the network
+unencrypted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import start_of
 
-RESERVED_SECONDS = 240.0  # longest wait for free GPUs
+RESERVED_SECONDS = 240.0  # longest time, in seconds, to wait for free GPUs
 CONNECTED_SECONDS = 60.0  # longest time, in seconds, to wait until a started rank has connected
 GONE = "ended, because its process or its machine is gone"
 
@@ -66,7 +67,7 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
     The GPUs stay reserved until the run's job on the Ray cluster ends. A restarted learner first removes the placement
     group of the dead learner by its `name`.
     """
-    with contextlib.suppress(ValueError):  # no such group exists
+    with contextlib.suppress(ValueError):  # no such placement group exists
         remove_placement_group(get_placement_group(name))
     own = actor_options(config, "learner", float(config.train.threads))
     bundle = {"GPU": 1, "CPU": own["num_cpus"], **own.get("resources", {})}
@@ -87,7 +88,7 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
 
 
 def place_in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Return the options with which Ray starts a learner rank without a GPU, on the nodes in rotation."""
+    """Return Ray's options for a learner rank without a GPU; the ranks are placed on the nodes in rotation."""
     every = [node for node in list_nodes() if is_fitting(node, config, "learner")] or list_nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
@@ -146,7 +147,7 @@ class SpreadRank:
 
 
 class RankActor:
-    """Ray actor of one learner rank other than rank 0, which runs in the learner's actor."""
+    """Ray actor of one learner rank; rank 0 has none, because it runs in the learner's actor."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""Defines the Ray actor that scores responses, and the client with which other actors have responses scored.
+"""Defines the Ray actor that scores responses, and the client with which other actors request scores.
 
     score() ─┐                         ┌─ pool
     score() ─┼─ score([...]) ────────► │   answers when all are scored, or after PACKET_SECONDS with those that are
@@ -47,7 +47,7 @@ from rollflow.tasks.scorers.spread.spread import SpreadScorer, list_slots
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
-SAVE_SECONDS = 30.0  # seconds between two times at which the records of `_store_records` are stored
+SAVE_SECONDS = 30.0  # seconds between two periodic calls of `_store_records`
 
 
 class RewardActor:
@@ -127,7 +127,7 @@ class RewardActor:
                 self._judges[section] = read_judge_usage(self.context.store, section)
         folder, known = self.context.policy_folder, (self._anchors, self._counts, self._judges)
         scorer = build_scorers(scorers, folder, RayCopies, *known)
-        # The run continues without this record of the scorers' versions.
+        # If storage fails, the run continues without a record of the scorers' versions.
         with contextlib.suppress(RollflowError, OSError):
             for change in record_scorers(self.context):
                 logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
@@ -166,7 +166,7 @@ class RewardActor:
         return await self._calls.score(scorer, requests)
 
     async def await_more(self, ticket: int) -> Verdicts:
-        """Return further scores of an earlier call of `score`, which `ticket` identifies, after a short wait."""
+        """Wait a short time, and return further scores of the earlier call of `score` that `ticket` identifies."""
         return await self._calls.await_more(ticket)
 
     async def status(self) -> RewardStatus:
@@ -223,8 +223,8 @@ class RewardClient:
         return await self._calls.ask(request)
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield each score with its request's position until all requests are scored, by a new reward actor if one
-        dies.
+        """Yield each score with its request's position until all requests are scored. If the reward actor dies, the new
+        reward actor computes the missing scores.
         """
         left, began = dict(enumerate(requests)), time.monotonic()
         while True:

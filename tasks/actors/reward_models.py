@@ -1,7 +1,7 @@
 """Defines the Ray actors that run reward models, and the client with which the reward actor calls a reward model.
 
-Each copy of a reward model has its own Ray actor, so that it may use a GPU or another node, and is restarted alone.
-After a failure other than lack of memory, the actor ends itself, because the state of a GPU is then unknown.
+Each copy of a reward model has its own Ray actor, so that the copy may use a GPU or another node, and is restarted
+alone. After a failure other than lack of memory, the actor ends itself, because the state of a GPU is then unknown.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
                                  |                           v
                                  +--------------------> evaluations --> storage
 
-During an evaluation, its engine serves nothing else: a borrowed engine of the run, or one only for evaluations.
+During an evaluation, its engine serves nothing else. The engine is borrowed from the run, or serves only evaluations.
 """
 
 from __future__ import annotations

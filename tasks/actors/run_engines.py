@@ -43,7 +43,7 @@ def build_run_engine(context: RunContext, engine: EngineConfig) -> Engine:
     dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
     told_as = context.run_id if collects_metrics() else ""
     read_past = None
-    if drafts_from_past(engine):  # a thread of the engine reads this log, so it is not the log of `context`
+    if drafts_from_past(engine):  # a thread of the engine reads this log, so it is not the `Log` object of `context`
         read_past = RecentResponses(TrajectoryStore(Log(context.store)), KEPT_TOKENS).read
     folder = context.policy_folder
     return build_engine(engine, folder, dtype=dtype, seeded=seeded, told_as=told_as, read_past=read_past)

@@ -40,7 +40,7 @@ class ActorStatus(ABC):
     `waits_for` says what an idle actor waits for, or is "". `costs` are the CPU seconds that the actor has used so far.
     `idle` is the share of the time (0 to 1) in which the actor had no work. `warned` has the newest warnings of the
     actor's process. `attended` is True if the Prefect flow of the actor's stage watches the actor. `sandboxes` has the
-    figures of each kind of sandbox that the actor's processes have used.
+    usage numbers of each kind of sandbox that the actor's processes have used.
     """
 
     waits_for: str = ""
@@ -61,7 +61,7 @@ class ActorStatus(ABC):
     @property
     @abstractmethod
     def made(self) -> float:
-        """Amount of work that the actor has done; a restarted actor has recovered once it grows."""
+        """Amount of work that the actor has done; a restarted actor has recovered once this amount grows."""
 
     @property
     @abstractmethod
@@ -79,10 +79,10 @@ class RolloutStatus(ActorStatus):
     by reason. `held` is the share of the time in which engines had free slots, but the limit on staleness
     (`async_ratio`) allowed no new prompt. `waited` is the share of the time in which the learner was idle while a full
     batch waited for one slow group of responses. `unscored` counts the responses that wait for a score. `backlogged` is
-    the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
-    generated tokens in groups of responses that were discarded as too slow or not needed. `prefix_hits` is the share of
-    prompt tokens that engines found in their prefix cache. `drafts` counts the drafts of speculative decoding. `failed`
-    maps the number of each failed engine to the reason for its failure. `environments` has the counters of
+    the share of the time in which only the limit `rollout.max_unscored` prevented new prompts. `dropped` is the share
+    of generated tokens in groups of responses that were discarded as too slow or not needed. `prefix_hits` is the share
+    of prompt tokens that engines found in their prefix cache. `drafts` counts the drafts of speculative decoding.
+    `failed` maps the number of each failed engine to the reason for its failure. `environments` has the counters of
     environments with worker processes.
     """
 
@@ -206,11 +206,11 @@ class RewardStatus(ActorStatus):
     """The status of the reward actor; counts are sums over the actor and its helpers. `timeouts` counts responses whose
     scoring took too long.
 
-    `kills` counts test cases that an adaptive deadline ended early. Of the test cases ended early, `rechecked` ran
-    again with the longest deadline, and `false_kills` then passed. `kills`, `rechecked` and `false_kills` count from
-    the beginning of the run. `second_verdicts` counts the responses that were judged twice, by the config section of
-    the scorer, and `flips` those with different verdicts. `actors` is the number of actors that score, including
-    helpers.
+    `kills` counts test cases that an adaptive deadline ended early. `rechecked` counts those of them that ran again
+    with the longest deadline, and `false_kills` those that then passed. `kills`, `rechecked` and `false_kills` count
+    from the beginning of the run. `second_verdicts` counts the responses that were judged twice, and `flips` those
+    whose two verdicts differ. Both are keyed by the config section of the scorer. `actors` is the number of actors that
+    score, including helpers.
     """
 
     scored: int = 0

@@ -13,7 +13,7 @@ def compute_turn_metrics(batch: TrajectoryBatch) -> dict[str, float]:
     outcome.
 
     A batch without recorded turns has no metrics about turns. An episode counts once, however many branches it has.
-    Episodes that are left out because nobody could judge them count only in the shares of outcomes.
+    Episodes that could not be judged count only in the shares of outcomes.
     """
     every, batch = batch, batch.judged
     if (starts := batch.optional("turn_starts")) is None:

@@ -26,10 +26,11 @@ def build_engine(
 
     Args:
         policy_folder: this folder contains the policy's `config.json`. The engine's first update loads the weights.
-            The folder may be None for a timed engine, which then decodes each token as one Unicode code point. seeded:
-        the engine must use the seed of each request, even if that costs speed. told_as: the name under which vLLM
-        reports its metrics to Ray; if it is "", vLLM reports no metrics. read_past: returns new past responses, from
-        which a vLLM engine with `speculation = "suffix"` drafts tokens.
+            The folder may be None for a timed engine, which then decodes each token as one Unicode code point.
+        seeded: if True, the engine uses the seed of each request, even if that costs speed.
+        told_as: the name under which vLLM reports its metrics to Ray; if it is "", vLLM reports no metrics.
+        read_past: this function returns new past responses, from which a vLLM engine with `speculation = "suffix"`
+            drafts tokens.
     """
     match config:
         case TimedEngineConfig():

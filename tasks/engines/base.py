@@ -14,8 +14,8 @@
   response.
 - An engine that cannot read a part of a prompt raises a `ConfigError` that names the part.
 - A request with a `prefix` continues after the prefix.
-- A dead engine raises `EngineFailed` from every call except `progress`, so that another engine can continue its
-  requests.
+- A dead engine raises `EngineFailed` from every call except `progress`. Another engine can continue its requests after
+  the tokens that `progress` returns.
 
 An engine starts without trained weights; the first `update` loads the weights of policy version 0.
 """
@@ -67,7 +67,7 @@ class TokenSpan:
 
     @classmethod
     def concatenate(cls, stretches: Iterable[TokenSpan]) -> TokenSpan:
-        """Concatenate parts."""
+        """Concatenate parts of a response."""
         stretches = list(stretches)
         return cls(
             Int32s.concatenate([stretch.tokens for stretch in stretches]),
@@ -80,8 +80,8 @@ class TokenSpan:
 class GenerationRequest:
     """A request for one response.
 
-    Requests with equal `seed` draw the same response, exactly on the transformers engine, and up to rounding on a
-    `seeded` vLLM engine. Temperature 0 means greedy decoding, with log-probs at temperature 1. `prefix` is the
+    Equal requests with the same `seed` get the same response: exactly on the transformers engine, and up to rounding on
+    a `seeded` vLLM engine. Temperature 0 means greedy decoding, with log-probs at temperature 1. `prefix` is the
     beginning of the response, which another engine has generated. Tokens of `prefix` count towards `max_new_tokens` and
     are part of the result.
     """
@@ -137,17 +137,17 @@ class Generation:
 
     @property
     def tokens(self) -> Int32s:
-        """The T tokens."""
+        """The T tokens of the response."""
         return self.made.tokens
 
     @property
     def logprobs(self) -> Float32s:
-        """The T log-probs (nats)."""
+        """The T log-probs of the tokens (nats)."""
         return self.made.logprobs
 
     @property
     def versions(self) -> Int32s:
-        """The T policy versions."""
+        """The T policy versions of the tokens."""
         return self.made.versions
 
 
@@ -171,7 +171,7 @@ class Engine(Protocol):
         """The policy version whose weights the engine uses; -1 before the first update."""
 
     async def start(self) -> None:
-        """Load the architecture of the model, until the engine is ready for the first `update`."""
+        """Load the architecture of the model; return when the engine is ready for the first `update`."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one response; any number of calls may run concurrently."""

@@ -11,11 +11,11 @@ class KeptEpisodes:
     def __init__(self, keeps: bool = True) -> None:
         """Start without kept episodes; if `keeps` is false, never keep an episode."""
         self._keeps = keeps
-        self._tokens: dict[str, float] = {}  # in the order in which the turns ended
+        self._tokens: dict[str, float] = {}  # episode -> cached tokens, in the order in which the turns ended
         self.total = 0.0
 
     def put(self, episode: str, tokens: float) -> None:
-        """Keep an episode's tokens."""
+        """Keep an episode's tokens in the cache."""
         if not episode or not self._keeps:
             return
         self.take(episode)

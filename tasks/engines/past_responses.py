@@ -4,11 +4,11 @@
     the response      7 4                              drafted: 9, because two of three past responses continue so
 
 - A draft is a guess: an engine verifies every drafted token, so past responses change the speed and nothing else.
-- A draft follows the past responses that agree with the response so far. If none agrees, it follows the places of past
-  responses that end in the longest match with the response's newest tokens.
-- A draft ends where it would be accepted with a probability below `LEAST_CHANCE`, estimated from the past responses.
-- Memory is bounded: a prompt keeps its `PER_PROMPT` newest responses, and prompts that were not used for the longest
-  time are dropped once all kept prompts and responses together have more tokens than a limit.
+- A draft continues like the past responses that begin with the same tokens as the response so far. If there are none, a
+  draft continues as past responses do after the longest match with the response's newest tokens.
+- A draft ends before its probability of acceptance, estimated from the past responses, falls below `LEAST_CHANCE`.
+- Memory is bounded: only the `PER_PROMPT` newest responses to a prompt are kept. Once all kept prompts and responses
+  together have more tokens than a limit, the prompt that was not used for the longest time is dropped.
 
 Tokens are passed as the bytes of 32-bit integers, as token arrays store them.
 """
@@ -23,8 +23,8 @@ import numpy as np
 
 PER_PROMPT = 16  # largest number of responses that are kept for a prompt
 KEPT_TOKENS = 4_000_000  # default limit on the tokens of all kept prompts and responses together
-MOST_PLACES = 256  # largest number of places of past responses that a response follows at the same time
-SHORTEST_MATCH, LONGEST_MATCH = 2, 16  # numbers of newest tokens by which a response finds its place in past responses
+MOST_PLACES = 256  # largest number of positions in past responses that a response follows at the same time
+SHORTEST_MATCH, LONGEST_MATCH = 2, 16  # fewest and most newest tokens of a response that are searched in past responses
 LEAST_CHANCE = 0.3
 END = -1  # marks the end of a past response; no token has this id
 TOKEN = np.dtype(np.int32)
@@ -36,7 +36,7 @@ class PastResponses:
     def __init__(self, most: int = KEPT_TOKENS, per_prompt: int = PER_PROMPT) -> None:
         self._most, self._per_prompt = most, per_prompt
         self._kept: OrderedDict[bytes, deque[bytes]] = OrderedDict()  # the prompt used last is at the end
-        self._texts: dict[bytes, PastText] = {}  # prompts with a running response
+        self._texts: dict[bytes, PastText] = {}  # prompt with a running response -> past responses to it
         self._bytes = 0
 
     @property
@@ -68,7 +68,7 @@ class PastResponses:
         self._bytes -= len(prompt) + sum(map(len, responses))
 
     def follow(self, prompt: bytes) -> DraftCursor | None:
-        """Begin to follow a response to this prompt; None if no past response to the prompt is kept."""
+        """Return a cursor that follows a response to this prompt, or None if no past response to the prompt is kept."""
         responses = self._kept.get(prompt)
         if responses is None:
             return None
@@ -79,7 +79,7 @@ class PastResponses:
         return DraftCursor(text)
 
     def keep_texts(self, prompts: Iterable[bytes]) -> None:
-        """Forget what was computed for prompts other than these, which have running responses."""
+        """Forget what was computed for all prompts except `prompts`, which have running responses."""
         self._texts = {prompt: self._texts[prompt] for prompt in prompts if prompt in self._texts}
 
 
@@ -89,26 +89,28 @@ class PastText:
     def __init__(self, responses: Iterable[bytes]) -> None:
         end = np.array([END], TOKEN)
         parts = [end]
-        self.starts: list[int] = []  # the place of the first token of each response
+        self.starts: list[int] = []  # index in `tokens` of the first token of each response
         place = 1
         for response in responses:
             self.starts.append(place)
             parts += [np.frombuffer(response, TOKEN), end]
             place += len(parts[-2]) + 1
-        self.tokens = array("i", np.concatenate(parts).tobytes())  # Python reads an `array` faster than NumPy's
+        self.tokens = array("i", np.concatenate(parts).tobytes())  # reading one item is faster than in a NumPy array
         self._row = np.frombuffer(self.tokens, TOKEN)
-        self.drafts: dict[tuple[int, ...], list[int]] = {}  # longest drafts that were computed, by their places
+        self.drafts: dict[tuple[int, ...], list[int]] = {}  # followed indices in `tokens` -> longest draft
 
     def find(self, newest: Sequence[int]) -> list[int]:
-        """Return the places after the longest match with the newest tokens of a response, newest past responses first.
+        """Return the indices after the longest match with a response's newest tokens, in the newest past responses
+        first.
 
-        At most `MOST_PLACES` places are returned, because a token that is repeated often would match at very many.
+        At most `MOST_PLACES` indices are returned, because a token that is repeated often would match at very many
+        indices.
         """
         if not newest:
             return []
         places = np.flatnonzero(self._row == newest[-1]) + 1
         length = 1
-        while length < len(newest):  # before the row's first token stands END, so no match begins outside the row
+        while length < len(newest):  # the row begins with END, so no match begins outside the row
             longer = places[self._row[places - length - 1] == newest[-length - 1]]
             if not len(longer):
                 break
@@ -136,7 +138,7 @@ class DraftCursor:
         self._places = places or self._text.find(self._newest)
 
     def draft(self, count: int) -> list[int]:
-        """Draft at most `count` tokens, which may be none."""
+        """Return at most `count` drafted tokens, possibly none."""
         key = tuple(self._places)
         drafts = self._text.drafts
         if key not in drafts:

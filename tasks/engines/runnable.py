@@ -76,7 +76,7 @@ def find_hindrance(config: Any) -> str | None:
 
 
 def find_folder_hindrance(folder: Path) -> str | None:
-    """Return the model type of a policy and, if the transformers engine cannot run the policy, the reason.
+    """Return a policy's model type and the reason why the transformers engine cannot run the policy, or None if it can.
 
     Raises:
         ValueError: the library transformers cannot read the folder's config.json.

@@ -11,7 +11,7 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.config import EngineConfig, VllmEngineConfig
 
 PROPOSER = "rollflow.tasks.engines.vllm.drafts.PastDrafts"
-SHORTEST_NGRAM, LONGEST_NGRAM = 2, 5  # numbers of newest tokens that `ngram` looks for in the prompt and the response
+SHORTEST_NGRAM, LONGEST_NGRAM = 2, 5  # fewest and most newest tokens that `ngram` searches in prompt and response
 
 PastResponse: TypeAlias = tuple[bytes, bytes]  # a prompt and the tokens that followed it, as 32-bit integers
 ReadPast: TypeAlias = Callable[[], Sequence[PastResponse]]
@@ -57,6 +57,6 @@ class PastFeed:
             await self._remember(await asyncio.to_thread(read))
 
     def close(self) -> None:
-        """Stop to pass on past responses."""
+        """Stop passing on past responses."""
         if self._running is not None:
             self._running.cancel()

@@ -59,7 +59,7 @@ def watch_stops(strings: Sequence[str], folder: Path | None, tokens: Iterable[in
         ConfigError: a request has stop strings, and the policy's folder has no tokenizer.
     """
     if not strings:
-        return NO_STOPS  # responses share it, because a watch takes 0.8 kB
+        return NO_STOPS  # all responses without stop strings share it, because a `StopWatch` takes 0.8 kB
     return StopWatch(strings, _read_decoder(folder) if folder else _decode_code_points, tokens)
 
 

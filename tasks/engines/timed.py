@@ -6,14 +6,14 @@
 
 With n running requests and t tokens in the KV cache, each request runs at `speed / (1 + batch_slowdown * (n - 1) +
 kv_read_cost * t)`. The engine's *work* is the computing time, in seconds at full speed, that a request would have
-received since the engine's start.
+received if it had run since the engine's start.
 
 With `kv_tokens`, a request starts once its tokens and a free block for each running request fit into the KV cache. If
 the KV cache is full, the request that started last is preempted, as in vLLM, and continues later.
 
 After a turn, the tokens of an episode stay in the KV cache until its next turn, or until other requests need the room.
-A turn computes only tokens of its prompt that are not in the cache. A weight update empties the cache of episodes that
-do not run, and delays running responses by `prefill_seconds`.
+A turn computes only tokens of its prompt that are not in the cache. A weight update removes episodes without a running
+request from the cache, and delays running responses by `prefill_seconds`.
 
 `prefill_seconds_per_token` delays the whole engine for each prompt token and, after a weight update, for each token in
 the KV cache.
@@ -41,7 +41,7 @@ from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.stop_strings import watch_stops
 from rollflow.tasks.engines.timed_runs import EngineUsage, TimedRun
 
-LOGPROB = -1.0  # log-prob of every fake token
+LOGPROB = -1.0  # log-prob of every simulated token
 SLACK_SECONDS = 1e-6  # an event loop may fire a timer early by at most this time, in seconds
 BLOCK = 16  # number of tokens in a block of the KV cache, as in vLLM
 TOKEN_SLACK = 1e-6  # tolerance for rounding errors, in tokens
@@ -195,7 +195,7 @@ class TimedEngine:
         given = request.prefix.tokens + tokens[said:]
         return TimedRun(request, given, ending, per_token, needs, done, length=length, before=before)
 
-    # --- time: the work is computed before any change, the timer is set after the change --------------------------
+    # --- time: `_advance` updates the engine's work before any change, and `_pace` sets the timer after it --------
 
     @property
     def _load(self) -> float:

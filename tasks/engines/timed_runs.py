@@ -1,4 +1,4 @@
-"""The requests of a timed engine, and the counters of its work."""
+"""Defines the requests of a timed engine, and the counters of the engine's work."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest
 
 @dataclass(eq=False, slots=True)
 class TimedRun:
-    """One request, with the tokens that will be generated and the engine's work at which the request ends."""
+    """One request of a timed engine, with the tokens that will be generated and the engine's work at which the request
+    ends.
+    """
 
     request: GenerationRequest
     tokens: Int32s
     ending: StopReason
-    per_token: float  # work per token
+    per_token: float  # seconds of work per token
     needs: float  # seconds of work that all tokens of the request need
     done: asyncio.Future[Generation]
     running: bool = False

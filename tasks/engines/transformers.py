@@ -105,7 +105,7 @@ class TransformersEngine:
         pass  # the weights are on this node already
 
     async def update(self, version: int, weights: Path) -> None:
-        before, self._loaded = self._loaded, -1  # after a failure, all weights are loaded
+        before, self._loaded = self._loaded, -1  # if this update fails, the next update loads all weights
         await self._on_thread(lambda: self._sampler.load(weights, before, version))
         self._version = self._loaded = version
 

@@ -1,8 +1,8 @@
 """Admission: decides how many groups of responses may start now, by pure functions of `AdmissionInputs`.
 
-Batch b trains version b. A group of responses that started under policy version v may be trained in batch b if b <= v +
-alpha, where alpha is the largest allowed staleness (`async_ratio`). While the engines serve policy version v, groups of
-responses start only for batches with numbers below v + 1 + alpha.
+Training on batch b starts from policy version b. A group of responses that started under policy version v may be
+trained in batch b if b <= v + alpha, where alpha is the largest allowed staleness (`async_ratio`). While the engines
+serve policy version v, groups of responses start only for batches with numbers below v + 1 + alpha.
 
 While `max_unscored` responses wait for a score, no new group of responses starts, so slow scoring slows generation
 down. Running groups of responses continue, so the number of waiting responses can exceed `max_unscored`.
@@ -100,7 +100,7 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
     fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
     )
-    if due.first > version + limits.lead:  # generation is as far ahead as it may be
+    if due.first > version + limits.lead:  # generation is as far ahead of training as it may be
         extra = 0
     # If the next batch needs a newer policy version, a group of responses that starts now would be too old.
     if due.first > version + limits.async_ratio:

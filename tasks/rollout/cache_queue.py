@@ -3,8 +3,9 @@
 - An admitted episode has a *claim*: its tokens count as stored in the KV cache of one engine, and its turns run on this
   engine.
 - Turns of episodes with a claim run before turns of other episodes.
-- An episode keeps its claim while its environment works. If the cache becomes too small, the waiting episode with the
-  fewest tokens loses its claim first, because its tokens cost least to compute again.
+- An episode keeps its claim while its environment works. If the cache becomes too small, episodes whose environments
+  work lose their claims one after another. The episode with the fewest tokens is first, because its tokens cost least
+  to compute again.
 - An engine without claims admits any episode, so that an episode that is larger than the cache can run.
 """
 
@@ -43,7 +44,7 @@ class CacheClaim:
 
 @dataclass(eq=False, slots=True)
 class CacheUse:
-    """The claims on one engine."""
+    """The claims of episodes on the KV cache of one engine."""
 
     capacity: int
     claims: int = 0
@@ -73,12 +74,12 @@ class CacheQueue(SlotQueue):
 
     @property
     def admitted(self) -> int:
-        """Number of episodes with a claim."""
+        """Number of episodes with a claim on the KV cache of an engine."""
         return len(self._claims)
 
     @property
     def uses(self) -> Mapping[EngineSlots, CacheUse]:
-        """The claims on each engine."""
+        """The claims of episodes on the KV cache of each engine."""
         return self._uses
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
@@ -153,7 +154,7 @@ class CacheQueue(SlotQueue):
         """Record the size of an episode whose turn has ended; evict waiting episodes if the claims outgrow the
         cache."""
         use, grown = self._uses[claim.lane], tokens - claim.tokens
-        growth = max(0, grown)  # 0 if a new branch made the episode shorter, so that the moving average stays positive
+        growth = max(0, grown)  # a shorter new branch counts as 0, so that the moving average never becomes negative
         self._turn = growth if self._turn is None else self._turn + (1 - MEMORY) * (growth - self._turn)
         use.tokens += grown
         claim.tokens, claim.stamp = tokens, next(self._stamp)

@@ -1,4 +1,4 @@
-"""Counters of the rollout scheduler, for users and for MLflow; no decision of the scheduler depends on a counter."""
+"""Defines counters of the rollout scheduler, for users and MLflow; the scheduler itself does not read the counters."""
 
 from __future__ import annotations
 

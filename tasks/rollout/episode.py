@@ -1,4 +1,4 @@
-"""An episode in progress, through which an environment requests generations and rewards."""
+"""Defines the episode in progress, through which an environment requests generations and rewards."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class PlayedEpisode:
         return self._apply_extension(messages, *found)
 
     def _apply_extension(self, messages: Sequence[Message], talk: Conversation, found: Extension) -> bool:
-        """Append the tokens of messages, or begin a branch; return False, and change nothing, if there is no room."""
+        """Append the tokens of new messages, or begin a branch with them; return False if they leave no room."""
         if len(found.tokens) >= (self.longest if found.branches else self.room):
             return False
         (self.start_branch if found.branches else self.add)(found.tokens)
@@ -255,7 +255,7 @@ class PlayedEpisode:
             self._leader.cancel()
 
     def _expire(self, reason: str) -> None:
-        """Stop an environment that computed for too long: a timeout if the policy, a possible cause, has acted."""
+        """Stop an environment that computed for too long: a timeout if the policy has acted, else no verdict."""
         if not self._gone:
             self._late = Score(0.0, reason, Outcome.TIMEOUT if self.turns else Outcome.UNJUDGED)
             self._interrupt()

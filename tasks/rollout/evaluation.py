@@ -43,7 +43,7 @@ JUDGE_PAUSES = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # seconds before an evalu
 
 @dataclass(frozen=True, slots=True)
 class DomainResult:
-    """The accuracy, reward and pass@k of one evaluation on the held-out prompts of one domain."""
+    """The accuracy, mean reward and number of responses of one evaluation, on the held-out prompts of one domain."""
 
     accuracy: float
     reward: float
@@ -58,7 +58,7 @@ class Evaluation:
 
     `sets` maps the name of each evaluation set to its result; these results do not count towards `accuracy`.
 
-    `pass_at` maps k = 2, 4, 8, ... to pass@k, the chance that at least one of k responses to a prompt is right.
+    `pass_at` maps k = 2, 4, 8, ... to pass@k, the chance that at least one of k responses to a prompt is correct.
     `measures` contains the values that the environment computed from the policy's probabilities
     (`Environment.measure`).
     """
@@ -157,7 +157,7 @@ def read_newest(run: ObjectStore) -> Evaluation | None:
 
 
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
-    """Store an evaluation."""
+    """Store the result of an evaluation in the run's storage."""
     stored = {name: value for name, value in asdict(evaluation).items() if value or name != "measures"}
     run.put(evaluation_path(evaluation.version), json.dumps(stored).encode())
 
@@ -173,7 +173,7 @@ def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
 
 
 def is_right(score: Score, by_value: bool) -> bool:
-    """Return whether a score counts as right: by its outcome or, with `by_value`, if its value is 1."""
+    """Return whether a response counts as correct: by its score's outcome or, with `by_value`, if its score is 1."""
     return score.value == 1.0 if by_value else score.outcome is Outcome.CORRECT
 
 
@@ -191,7 +191,7 @@ class Evaluator:
     ports: EnvironmentPorts = NO_PORTS
     # domain -> weight of the domain in the accuracy; if empty, every response has the same weight
     shares: Mapping[str, float] = field(default_factory=dict)
-    # if True, a response is right if its reward is 1; if False, a response is right if its outcome is "correct"
+    # if True, a response is correct if its reward is 1; if False, a response is correct if its outcome is "correct"
     by_value: bool = False
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name
 
@@ -298,8 +298,8 @@ class EvaluationPorts:
     - `wanted` returns whether a policy version is to be evaluated.
     - `evaluated` returns whether a policy version has been evaluated already.
     - `engine` lends an inference engine to the evaluation, as a context manager.
-    - `fetch` loads the weights of a policy version and the log-probabilities to check them with, or raises `Missing` or
-      `Corrupt`.
+    - `fetch` loads the weights of a policy version and the log-probabilities that verify the weights. If the weights
+      cannot be read, it raises `Missing` or `Corrupt`.
     - `keep` stores the result of an evaluation.
 
     The evaluation of a policy version is skipped after `tries` engine failures.
@@ -321,7 +321,7 @@ class Evaluations:
     def __init__(self, means: EvaluationPorts, last: int) -> None:
         self._means, self._last = means, last
         self._due: deque[int] = deque()
-        self._seen = -1  # the newest known version
+        self._seen = -1  # newest published policy version that is known
         self._news = asyncio.Event()
         self._judge_pauses = deque(JUDGE_PAUSES)
 

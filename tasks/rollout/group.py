@@ -1,16 +1,16 @@
-"""One attempt to answer a prompt, which ends with a scored group of responses or with a reason for its discard.
+"""Runs one attempt to answer a prompt, which returns a scored group of responses or the reason why it was discarded.
 
     prompt --> G (+ extra) x ( queue --> engine --> scorer )  --> TrajectoryGroup
                = an episode, run by the environment         `-----> Discard: it was given up
 
-- The episodes of a dispatch run independently, and a response is scored as soon as it ends.
+- The episodes of an attempt run independently, and a response is scored as soon as it ends.
 - If the engine of a request fails and no other engine is left, the request is sent again later with the same seed; the
   other responses of the group are kept.
 - If more than `group_size` responses are started, the first `group_size` responses that end are kept, and the others
   are aborted.
-- If nobody can judge a response, the response is left out of its group, or the dispatch is given up, as the config
-  says. A reward of 0 would train the policy on a failure that the policy did not cause. A dispatch that is given up
-  returns a `Discard` with the number of generated tokens.
+- If nobody can judge a response, the response is left out of its group, or the attempt is given up, as the config says.
+  A reward of 0 would train the policy on a failure that the policy did not cause. An attempt that is given up returns a
+  `Discard` with the number of generated tokens.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class GroupRollout:
     _tries: dict[int, int] = field(default_factory=dict)
     _oldest: int | None = None
     _ended: int = 0  # number of responses of the group that ended without an abort
-    _tokens: int = 0  # tokens of all responses
-    _surplus: int = 0  # tokens of the group's responses that are not kept
+    _tokens: int = 0  # number of tokens of all responses
+    _surplus: int = 0  # number of tokens of the group's responses that are not kept
     _left_out: int = 0  # number of responses of the group that could not be judged
-    _later: RequestOptions = field(init=False)  # options of all turns but the first
+    _later: RequestOptions = field(init=False)  # options of all turns except the first
     _first: RequestOptions = field(init=False)  # options of first turns
 
     def __post_init__(self) -> None:
@@ -318,7 +318,7 @@ class GroupRollout:
             seed,
             stop=turn.stop,
             episode=turn.episode if self.ports.environment.has_turns else "",
-            earlier=max(0, turn.prompt.length - self._given),  # a role's prompt may be shorter than the group's
+            earlier=max(0, turn.prompt.length - self._given),  # a role's prompt may be shorter than the group's prompt
         )
         return request, asked
 
@@ -326,7 +326,7 @@ class GroupRollout:
         return f"{self.key.prompt}.{self.key.attempt}.{sample}"
 
     def _judge(self, request: ScoreRequest) -> Awaitable[Score]:
-        """Have a response scored, with repeated tries, and count it as unscored meanwhile."""
+        """Score a response, with repeated tries; meanwhile, the response counts as unscored."""
         ports = self.ports
         judge, tries = ports.score, ports.limits.judge_tries(request.scorer)
         if tries > 1:

@@ -1,17 +1,18 @@
 """Chooses which prompt the policy answers next, and collects slow prompts into training batches of their own.
 
-A *round* is the set of prompts that are issued for one training batch. Prompts that have to be issued again come before
-new prompts. A prompt whose group of responses was preempted (cancelled because it was too slow) waits for the next
-policy version.
+A *round* is the set of prompts that are issued (given to the policy to answer) for one training batch. Prompts that
+have to be issued again come before new prompts. A prompt whose group of responses was preempted (cancelled because it
+was too slow) waits for the next policy version.
 
 With tail batching (RollPacker, section 4), prompts that were often preempted wait in a queue, the *tail*, until they
 fill a batch. A *short* round has no prompts from the tail; a *long* round has only prompts from the tail, and its batch
 waits for all their responses. The last round of a run is a long round, so that slow prompts are trained, too.
 
-A source whose prompts all name a removed environment (`environments.mixed`) is closed until the run is resumed. The
-other sources then get its share.
+A prompt source whose prompts all name a removed environment (`environments.mixed`) is closed until the run is resumed.
+The other sources then get its share of the prompts.
 
-A source that skips solved questions issues a new prompt only after the epoch of the prompt has started.
+If a prompt source skips solved questions, a new prompt of the source is issued only after the prompt's epoch has
+started.
 
 The environment may be reset for the next prompts before they are issued (`NextResets`).
 """
@@ -29,7 +30,7 @@ from rollflow.tasks.environments.base import Environment, ResettingEnvironment
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.mixing import Mixture
 
-MOST_REMOVED = 50  # A source is closed after this number of prompts in a row whose environment was removed.
+MOST_REMOVED = 50  # a source is closed after this number of consecutive prompts with a removed environment
 # Prompts that were discarded for one of these reasons wait for a new policy version.
 LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)
 
@@ -64,7 +65,7 @@ class IssueOrder:
         self._limits = limits
         self._behind = Counter(dict(behind))
         self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
-        self._removed = Counter[int]()  # source -> number of its newest prompts whose environment is removed
+        self._removed = Counter[int]()  # source -> number of newest consecutive prompts whose environment is removed
         self._again: deque[GroupKey] = deque()
         self._left: deque[GroupKey] = deque()  # preempted prompts, which wait for the next policy version
         self._tail: deque[GroupKey] = deque()
@@ -117,8 +118,8 @@ class IssueOrder:
         return Issue(key, self._limits.group_size + spare, awaited)
 
     def list_next(self, count: int) -> list[int]:
-        """Return the prompts that are issued next as far as is known now, at most `count`; nothing is issued. A later
-        discard may change the order.
+        """Return at most `count` prompts that will probably be issued next, without issuing them. A later discard may
+        change the order.
         """
         tail = [key.prompt for key in self._tail][: self._long]
         again = [*tail, *(key.prompt for key in self._again)][:count]
@@ -197,8 +198,9 @@ class NextResets:
         self._admitted.set()
 
     async def run(self, order: IssueOrder, running: Collection[GroupKey]) -> None:
-        """Update the resets ahead after each decision of admission; end only if the environment has no resets ahead.
-        `running` contains the running groups of responses, of which some episodes have not started yet.
+        """Let the environment reset for the next prompts after each decision of admission; return only if the
+        environment does not reset ahead. `running` contains the running groups of responses, of which some episodes
+        have not started yet.
         """
         prompts: dict[int, Prompt] = {}
         while self._environment is not None and (most := self._environment.resets_ahead):

@@ -1,4 +1,4 @@
-"""Tries several times to have a response scored whose judge cannot be reached.
+"""Scores responses, and tries again several times if the judge of a response cannot be reached.
 
 While the judge of a scorer is unavailable, `Outages` delays new attempts, so that a run survives a long outage.
 """
@@ -73,7 +73,7 @@ class Outages:
         self._in_a_row = Counter[str]()
         self._issued = Counter[str]()  # scorer -> number of started groups when an unjudged group was last counted
         self._paused = defaultdict[str, set[asyncio.Event]](set)  # scorer -> events that end the pauses of its groups
-        self._is_over = False  # True once no prompt is issued again
+        self._is_over = False  # True once no discarded prompt is issued again
 
     def end(self, scorer: str) -> None:
         """Record that the scorer judged a group of responses, and end all pauses of the scorer."""

@@ -1,4 +1,4 @@
-"""The limits of the rollout scheduler; the module `tasks/run/limits.py` builds them from the config of a run."""
+"""Defines the limits of the rollout scheduler, which the module `tasks/run/limits.py` builds from a run's config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JudgingLimits:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The limits of the rollout scheduler; `RolloutConfig` explains each choice."""
+    """The limits of the rollout scheduler; `RolloutConfig` describes the config keys of most limits."""
 
     seed: int
     batches: int  # number of training batches in the whole run

@@ -49,8 +49,8 @@ class Mixture:
         return source, self._issued[source]
 
     def list_next(self, count: int, ends: Mapping[int, int]) -> list[int]:
-        """Return the next `count` prompts without issuing them, or fewer if a source in `ends` has no position below
-        its end.
+        """Return the next `count` prompts without issuing them. The list ends before the first prompt whose position in
+        its source is not below the source's value in `ends`.
         """
         coming = copy.copy(self)
         coming._issued = list(self._issued)

@@ -20,7 +20,7 @@ class PromptSpans:
         self._complete: dict[GroupKey, float] = {}
 
     def start(self, key: GroupKey) -> None:
-        """Note the start of a dispatch."""
+        """Note the start of an attempt to answer a prompt."""
         if self._spans.on:
             self._started[key] = self._now()
 
@@ -36,7 +36,7 @@ class PromptSpans:
             self._spans.record_prompt(key, "score", scored, **paid, **more)
 
     def complete(self, key: GroupKey) -> None:
-        """Record that all responses to a prompt have rewards, and wait for a batch."""
+        """Record that all responses to a prompt have rewards and now wait for a batch."""
         if self._spans.on:
             self._complete[key] = self._now()
 

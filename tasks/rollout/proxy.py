@@ -2,7 +2,7 @@
 
 - Requests wait in one queue (see `slots`), so any free engine can serve any request.
 - A weight update suspends all engines, loads the new weights, and compares their log-probs with the learner's. An
-  engine whose log-probs differ is closed.
+  engine whose log-probs differ too much is closed.
 - A request on a failed engine continues on another engine with the tokens generated so far. With `on_weight_update =
   "restart"`, the request starts from the beginning if the policy version has changed.
 - An engine can be borrowed, for example for an evaluation, as long as another engine is alive.
@@ -100,8 +100,8 @@ class _GenerationJob:
             self.asked.on_start(self.asked.sample, version)
 
     def keep_and_restart(self, kept: TokenSpan) -> None:
-        """Prepare the request to continue on another engine after the tokens `kept`; without them, from the
-        beginning.
+        """Prepare the request to continue on another engine after the tokens `kept`. If `kept` is empty, the request
+        starts again from the beginning.
         """
         # A new id is needed, because an engine may still use the old id.
         self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)
@@ -305,7 +305,7 @@ class InferenceProxy:
         job.asked_at = asyncio.get_running_loop().time()
 
     def _finish(self, lane: EngineSlots, job: _GenerationJob, generation: Generation) -> Generation | None:
-        """Return the generation of a request; return None if the request has to move to another engine."""
+        """Return the generation of a request; return None if the request has to be sent again."""
         made, seconds = len(generation.made), asyncio.get_running_loop().time() - job.asked_at
         self._queue.observe(lane, made - len(job.request.prefix), seconds)
         job.ticket.tokens = job.request.prompt.length + made

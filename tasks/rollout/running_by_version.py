@@ -1,6 +1,6 @@
-"""An index of the running groups of responses by the policy version under which they started.
+"""Defines an index of the running groups of responses by the policy version under which they started.
 
-The scheduler queries the index after each group, so queries cost O(versions) instead of O(groups).
+A query costs O(versions) instead of O(groups), because the scheduler queries the index after each group.
 """
 
 from __future__ import annotations

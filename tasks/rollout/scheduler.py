@@ -9,7 +9,7 @@
 Each loop waits as follows:
 
 - `_admit` checks after each new version, batch and finished response whether a new group may start.
-- A dispatch waits for engines and for the verifier, and both waits have a time limit.
+- `_dispatch` waits for engines and for the scorer, and both waits have a time limit.
 - `_form_batches` waits for N fresh groups of responses, for the commit, and for room in the channel.
 
 The modules `admission` and `formation` decide, without side effects, whether a group of responses starts and whether a
@@ -92,7 +92,7 @@ class SchedulerPorts:
 
 
 class RolloutScheduler:
-    """Turns prompts into training batches, and commits each batch to storage."""
+    """Forms training batches from prompts, and commits each batch to storage."""
 
     def __init__(
         self, limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint

@@ -123,7 +123,7 @@ class SlotQueue:
 
     @property
     def places(self) -> dict[int, EngineSlots]:
-        """All lanes, keyed by place."""
+        """All engines with their slots, keyed by the engine's number."""
         return self._places
 
     @property
@@ -145,7 +145,7 @@ class SlotQueue:
         return old
 
     def remove(self, lane: EngineSlots) -> None:
-        """Remove a lane from its place."""
+        """Remove an engine, which gets no more requests."""
         self._places = {place: other for place, other in self._places.items() if other is not lane}
         self._alive = None
 
@@ -175,7 +175,7 @@ class SlotQueue:
             ticket.granted = None
 
     def release(self, lane: EngineSlots, ticket: Ticket) -> None:
-        """Free the ticket's slot."""
+        """Free the slot of the engine that the ticket's request has used."""
         lane.taken -= 1
         if ticket.group is not None and (home := self._homes.get(ticket.group)) and home[0] is lane:
             self._homes[ticket.group] = (lane, home[1] - 1)

@@ -23,7 +23,7 @@ class VersionFeed(Protocol):
         """Wait for a policy version above `version`; return the newest published policy version."""
 
     async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
-        """Load the weights of a policy version, and the log-probabilities to check them with."""
+        """Load the weights of a policy version, and the learner's log-probabilities that verify the weights."""
 
 
 @dataclass(frozen=True, slots=True)

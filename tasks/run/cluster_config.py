@@ -217,7 +217,7 @@ class ClusterConfig(Section):
 
 
 def _list_texts(tree: object) -> Iterator[str]:
-    """Yield every string in a tree."""
+    """Yield every string in nested mappings and sequences."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, Mapping):

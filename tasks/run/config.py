@@ -149,7 +149,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_fitting_reward(cls, tree: Any) -> Any:
-        """Choose the scorer of reasoning-gym for prompts of reasoning-gym if the config names no verifier."""
+        """Choose the scorer of reasoning-gym for prompts of reasoning-gym if the config names no scorer."""
         if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
             return tree
         reward = tree.get("reward", {})
@@ -270,8 +270,8 @@ class RunConfig(Section):
             yield refusal(f"{section}.answer", reward.answer, cure)
 
     def _trainable(self) -> Refusals:
-        """Reject credit per turn without turns, and a critic with DeepSpeed and a policy that is not float32. DeepSpeed
-        needs one data type for all parameters, and the head of a critic is float32.
+        """Reject credit per turn in an environment without turns. Reject a critic with DeepSpeed if the policy is not
+        float32, because DeepSpeed needs one data type for all parameters, and the head of a critic is float32.
         """
         for environment in split_environments(self.environment).values():
             yield from find_turn_faults(self.train.objective, environment)
@@ -333,7 +333,7 @@ class RunConfig(Section):
 
     @property
     def scorer_workers(self) -> int:
-        """Number of worker processes of all scorers that the run uses together."""
+        """Total number of worker processes of the scorers that the run uses."""
         return sum(reward.worker_processes for reward in self.scorers.values())
 
     @property

@@ -59,7 +59,7 @@ class ConfigSwitchLearner:
 
     @property
     def model(self) -> Any:
-        """See `Learner`."""
+        """The model, as `Learner.model` specifies."""
         return self._now.model
 
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
@@ -70,27 +70,27 @@ class ConfigSwitchLearner:
         return self._now.step(batch, version, settle)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """See `Learner`."""
+        """Do what `Learner.logprobs` specifies, with the current learner."""
         return self._now.logprobs(tokens)
 
     def first_nonfinite(self) -> str | None:
-        """See `Learner`."""
+        """Do what `Learner.first_nonfinite` specifies, with the current learner."""
         return self._now.first_nonfinite()
 
     def check_ranks(self) -> None:
-        """See `Learner`."""
+        """Do what `Learner.check_ranks` specifies, with the current learner."""
         self._now.check_ranks()
 
     def weights(self) -> Mapping[str, Data]:
-        """See `Learner`."""
+        """Do what `Learner.weights` specifies, with the current learner."""
         return self._now.weights()
 
     def state(self) -> Mapping[str, Data]:
-        """See `Learner`."""
+        """Do what `Learner.state` specifies, with the current learner."""
         return self._now.state()
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """See `Learner`."""
+        """Do what `Learner.load` specifies, with the current learner."""
         self._now.load(weights, state)
 
     @property
@@ -111,7 +111,7 @@ class ConfigSwitchLearner:
 
 
 def _terms(config: RunConfig) -> tuple[object, ...]:
-    """Return the settings of a config that a learner depends on."""
+    """Return the settings of a config on which a learner depends."""
     engine = config.engine
     return config.train, config.versions, engine.temperature, engine.max_new_tokens, config.store.shard_bytes
 

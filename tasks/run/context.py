@@ -114,7 +114,7 @@ class RunContext:
 
     @cached_property
     def key(self) -> str:
-        """The unique name of the run on a cluster or server, even if runs in two stores have the same name.
+        """A name of the run that is unique on a cluster or server, even if runs in two stores have the same name.
 
         The key depends on the time of creation, because two storage services may have a bucket of the same name.
         Symbolic links to a local store do not change the key.
@@ -142,7 +142,7 @@ class RunContext:
         return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
-        """Return the config that was current at log entry `claim`, with which a process took its role."""
+        """Return the config that was current at log entry `claim`, the entry by which a process took its role."""
         return self._get_parsed(self._config_of_entry(self.log.state.config_at(claim)))
 
     @property
@@ -225,7 +225,8 @@ class RunContext:
         """Return the config of the engine for evaluations. If evaluations borrow an engine, the result is the config of
         the run's engines.
 
-        On a CPU, the engine kind "auto" chooses the transformers engine instead of vLLM, if it supports the policy.
+        On a CPU, `evaluation.engine = "auto"` replaces vLLM by the transformers engine, if that engine supports the
+        policy.
         """
         return choose_evaluation_engine(self.config, self.policy_folder, on_cpu=on_cpu)
 

@@ -1,6 +1,7 @@
 """Measures the accuracy of a model on the held-out prompts of a run, during the supervised cold start.
 
-With the environment `single-turn` a model answers each prompt once; with any other environment, it plays an episode.
+With the environment `single-turn`, the model answers each prompt once. With any other environment, the model plays an
+episode for each prompt.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class BatchedModel:
         return await future
 
     async def serve(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
-        """Generate until all episodes have ended."""
+        """Generate the requested turns until all episodes have ended."""
         for episode in episodes:
             episode.add_done_callback(lambda _: self._news.set())
         stalls = False

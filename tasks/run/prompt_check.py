@@ -43,7 +43,7 @@ from rollflow.tasks.scorers.config import (
 from rollflow.tasks.scorers.reference_process import ReferenceChecker
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
-PROBED = 256  # number of questions that are checked of a prompt source that generates questions
+PROBED = 256  # number of questions that are checked for each prompt source that generates questions
 TELL_SECONDS = 3.0  # seconds between two progress messages
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
 WORKED = "####"  # marks the final answer of a worked solution in GSM8K and similar data sets
@@ -159,7 +159,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
     return notes
 
 
-# a config key of a scorer in an error message about a row
+# matches a config key of a scorer in an error message about a row
 OWN_KEY = re.compile(r"\breward\.(kind|answer|adaptive\.reference_column|sandbox\.kind)(?= = )")
 
 

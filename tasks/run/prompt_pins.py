@@ -12,7 +12,7 @@
     import         the same as column-sums
 
 Each prompt source has one record, a *pin*. Pins guarantee that the prompt at an index stays the same during a run, on
-any machine; if a prompt has changed, the run is refused.
+any machine; if a prompt has changed, the run cannot continue.
 """
 
 from __future__ import annotations
@@ -170,12 +170,12 @@ def _describe_file(config: RunConfig, source: FileBase, read: Reader, split: Spl
 
 
 def split_of(pins: Sequence[Pin]) -> Split:
-    """Return the attribute that decides which questions of the run are held out."""
+    """Return the attribute of a question ("key" or "text") that decides whether the run holds the question out."""
     return pins[0].split if pins else "text"
 
 
 def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
-    """Copy prompt files into the run's storage, as their records say."""
+    """Copy the prompt files whose records name a copy into the run's storage."""
     for source, pin in zip(config.prompts, pins, strict=True):
         if not isinstance(source, FileBase):
             continue

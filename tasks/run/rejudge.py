@@ -57,7 +57,7 @@ class StoredVerdict:
 
     @property
     def outcome(self) -> str:
-        """The stored outcome."""
+        """The stored outcome of the response."""
         return UNRECORDED if self.trajectory.outcome is None else self.trajectory.outcome.value
 
 
@@ -92,8 +92,8 @@ class Rejudged:
 
     @property
     def is_flip(self) -> bool:
-        """True if the same version of the scorer gave another verdict, so that the scorer is not deterministic. A
-        response that could not be judged during the run has no earlier verdict.
+        """True if the same version of the scorer gave another verdict, which shows that the scorer is not
+        deterministic. A response that could not be judged during the run has no earlier verdict.
         """
         before = self.stored.trajectory
         was_judged = before.outcome is not Outcome.UNJUDGED
@@ -145,7 +145,7 @@ class RejudgeReport:
     domains: dict[str, DomainVerdicts] = field(default_factory=dict)
     # (stored outcome, new outcome) -> number of responses
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    changes: list[Rejudged] = field(default_factory=list)  # the first changes
+    changes: list[Rejudged] = field(default_factory=list)  # the first changed verdicts
     unjudged: list[Rejudged] = field(default_factory=list)  # the first responses that could not be judged again
     damaged: dict[int, str] = field(default_factory=dict)  # policy version -> why its batch cannot be judged again
 
@@ -205,7 +205,7 @@ class Rejudging:
         """
         scorer = build_scorers(self._scorers, self._context.policy_folder, local_copies(self._context, self._config))
         await scorer.start()
-        serving = asyncio.create_task(scorer.serve(asyncio.Event()))  # ends only with an error
+        serving = asyncio.create_task(scorer.serve(asyncio.Event()))  # the task ends only with an error
         try:
             for version in versions:
                 report.versions.append(version)

@@ -26,7 +26,8 @@ from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
 from rollflow.tasks.run.restore import ReplayedVersion, list_files
 
-# largest accepted L2 norm of the difference between replayed and published tensors, relative to the train step
+# largest accepted L2 norm of the difference between replayed and published tensors, relative to the L2 norm of the
+# change by the train step
 SHARE = 0.1
 # SHARE for weights in bfloat16 and float16, whose changes in one step are mostly rounding
 SHORT = 0.5

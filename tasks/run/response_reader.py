@@ -13,8 +13,9 @@ from rollflow.tasks.run.context import RunContext
 
 @dataclass
 class ResponseReader:
-    """Reads the responses of a run. The prompts of a run are opened only if its scorers need different texts of a
-    response."""
+    """Reads the responses of a run. The prompts of the run are opened only if some of its scorers read special tokens
+    and others do not.
+    """
 
     context: RunContext
 

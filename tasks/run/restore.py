@@ -3,8 +3,8 @@
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
 If the state of a version is missing or damaged, the learner loads an earlier version and repeats the train steps after
-it. Each replayed version is compared with the published version, and damaged objects are restored if the hashes are
-equal.
+it. Each replayed version is compared with the published version. A damaged object is restored if the replayed file has
+the recorded hash.
 
 Files are memory-mapped one after the other, so that memory contains the learner and at most one file.
 """

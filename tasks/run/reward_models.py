@@ -4,7 +4,7 @@ reward_models/reward/config.json                 the model of [reward]
 reward_models/rewards.taste/...                  the model of [rewards.taste]
 reward_models/reward.parts.style.scorer/...      the model of [reward.parts.style.scorer], a part of a composite reward
 
-Config, Ray actors and storage name a reward model by its config section.
+In the config, the Ray actors and the storage, a reward model is identified by its config section.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tries user-defined scorers on right answers before a run begins, to find errors such as a wrong column name."""
+"""Tries user-defined scorers on correct answers before a run begins, to find errors such as a wrong column name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEEN, TRIED = 64, 3
 
 
 def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
-    """Let each user-defined scorer score the right answers to its first questions; return notes for the user.
+    """Let each user-defined scorer score the correct answers to its first questions; return notes for the user.
 
     The scorers of an environment are not tried, because an environment may change the reference answers.
 

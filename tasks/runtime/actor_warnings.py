@@ -60,7 +60,7 @@ class Warnings(logging.Handler):
         self._looked = float("-inf")
 
     def read(self) -> Sequence[ActorWarning]:
-        """Return the newest warnings of this process, which are numbered."""
+        """Return the newest warnings of this process and its child processes."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             self.attach()

@@ -1,4 +1,4 @@
-"""Finds the cause of a failure of several tasks."""
+"""Finds the first exception in the exception group that failed asyncio tasks raise together."""
 
 from __future__ import annotations
 

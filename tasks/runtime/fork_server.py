@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 
 _server: Any = forkserver._forkserver
 PR_SET_NAME = 15  # number of the prctl(2) option that sets the name of a process
-# index, in /proc/self/stat without the process's name, of the begin and end addresses of the command line
+# index of the command line's begin address in /proc/self/stat, counted after the process's name; the end address
+# follows
 ARGUMENTS = 45
 
 
@@ -41,7 +42,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         raise RuntimeError("start the fork server once, before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
-    # Otherwise, the garbage collector would write to memory that is shared with the fork, and so copy it.
+    # Without this call, the garbage collector would write to memory that is shared with the fork, and so copy it.
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ def spare_collector() -> None:
 
 @contextmanager
 def pause_collector() -> Iterator[None]:
-    """Pause the garbage collector during a `with` block that imports modules, which are no garbage."""
+    """Pause the garbage collector during a `with` block that imports modules, because modules are not garbage."""
     gc.disable()
     try:
         yield

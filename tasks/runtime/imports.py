@@ -1,8 +1,8 @@
 """Imports user-defined parts of a run, such as a scorer, by import path ("my_package.rewards:score").
 
-Import paths are part of the recorded config, so a path may name only certain functions and classes. A path may name
-only a function annotated to return the expected type, or a class derived from the expected base class. A function that
-returns plain numbers is a scorer if its arguments have a scorer's names.
+Whoever can write to a run's storage chooses the import paths in its config, so a path may name only certain functions
+and classes. A path may name only a function annotated to return the expected type, or a class derived from the expected
+base class. A function that returns plain numbers is a scorer if its arguments have a scorer's names.
 
 The package of a part must be installed on every node, or its folder must be in PYTHONPATH.
 """

@@ -21,7 +21,7 @@ _PLACE = rf"(.*/)?{_RUN_ID}/*"
 
 
 def _build_schema(pattern: str) -> Any:
-    # Prefect's form checks the pattern with Python's `$`, which alone would allow a newline at the end.
+    # Prefect's parameter form checks the pattern with Python's `$`, which alone would allow a newline at the end.
     return WithJsonSchema({"type": "string", "pattern": f"^{pattern}$(?!\\n)"})
 
 
@@ -35,7 +35,7 @@ RunPlace = Annotated[
 def is_number(text: str) -> bool:
     """Return whether a text has the form of a policy version (`7`) or a trajectory (`12.0.3`).
 
-    No new run gets an id of this form, because a command could not tell it from a policy version.
+    No new run gets an id of this form, because a command could not distinguish the id from a policy version.
     """
     return re.fullmatch(r"[0-9]+(\.[0-9]+){0,2}", text) is not None
 

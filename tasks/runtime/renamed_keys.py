@@ -4,8 +4,10 @@
     a new recipe       -->  `Renames.refusals`  refused, with today's name
 
 Guarantees:
-- A stored config keeps its names, and so its hash; a change is recorded with the same names (`Renames.undo`).
-- Only the readers of stored configs translate names. No new recipe, `--set`, form or file may use an old name.
+- A stored config keeps its old names, and so its hash; a config change is recorded with the old names, too
+  (`Renames.undo`).
+- Only the readers of stored configs translate names. No new recipe, `--set` option, parameter form or file may use an
+  old name.
 """
 
 from __future__ import annotations

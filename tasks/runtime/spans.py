@@ -1,9 +1,9 @@
 """Records OpenTelemetry spans of a run, from each prompt to the policy version that was trained on it.
 
-Spans are recorded only if the config key `tracking.spans` names a collector. Each dispatch of a prompt, and each policy
-version, has its own trace.
+Spans are recorded only if the config key `tracking.spans` names a collector. Each attempt to answer a prompt, and each
+policy version, has its own trace.
 
-    prompt 17.0   |--------------------------------------------|           from its dispatch to its fate
+    prompt 17.0   |--------------------------------------------|           from its start to its commit or discard
       generate    |-----------|                                            one for each response that is kept
       score                   |---|
       wait                        |--------|                               until its batch is committed

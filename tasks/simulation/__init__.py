@@ -7,9 +7,9 @@ production scheduler.
     world.py     one simulation: builds the parts and runs them
     parts.py     timed rewards, the timed learner, faults
     records.py   what a simulation records
-    figures.py   the figures computed from the records
-    bounds.py    bounds that no schedule can exceed, and what asynchrony guarantees
-    fit.py       a hardware file from a recorded run; calibrate.py fits its engines
+    figures.py   the results that are computed from the records
+    bounds.py    lower bounds on the step time of every schedule, and upper bounds for asynchronous training
+    fit.py       fits a hardware file to a recorded run; calibrate.py fits the speed of its engines
     timeline.py  which parts were busy, and when
-    planner.py   the search for a split and an alpha; candidates.py defines the search space
+    planner.py   the search for a division of the GPUs and a staleness limit; candidates.py defines the search space
 """

@@ -1,10 +1,10 @@
-"""Compares values of alpha for one recipe on the hardware that it has, by simulation.
+"""Compares values of alpha (`async_ratio`, the largest staleness) for one recipe, by simulation on fixed hardware.
 
-- All alphas run on the same prompts and lengths, with the scheduler of a real run.
-- The chosen alpha is the smallest whose step time is within `TOLERANCE` of the shortest one, because a larger alpha
-  trains on staler samples. A smaller alpha therefore never costs more than `TOLERANCE`.
-- At alpha 0 the learner works alone. If more cores than its own are free then, `spread` divides its train steps over
-  them; the simulation assumes that twice the threads train twice as fast.
+- All values of alpha are simulated with the same prompts and response lengths, and with the scheduler of a real run.
+- The chosen alpha is the smallest whose step time is within `TOLERANCE` of the shortest step time, because samples are
+  staler with a larger alpha. This choice costs at most the share `TOLERANCE` of the throughput.
+- At alpha = 0, the learner trains while the engines are idle, so it may use more cores. `spread` is the factor of this
+  increase; the simulation assumes that twice the threads train twice as fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAJECTORIES = 500  # smallest number of trajectories that a simulation measures
 
 @dataclass(frozen=True, slots=True)
 class AlphaOutcome:
-    """The simulated outcome of one alpha."""
+    """The result of the simulation with one value of alpha."""
 
     async_ratio: float
     figures: Figures
@@ -41,10 +41,11 @@ class AlphaOutcome:
 def compare_alphas(
     config: RunConfig, hardware: Hardware, alphas: Sequence[float] = ALPHAS, *, spread: float = 1.0
 ) -> list[AlphaOutcome]:
-    """Simulate the recipe with its own alpha and with `alphas`; return the outcomes by ascending alpha.
+    """Simulate the recipe with its own alpha (`async_ratio`) and with each value in `alphas`; return the results,
+    sorted by alpha.
 
-    `spread` is the number of times by which the learner has more cores at alpha 0 than beside the engines. An alpha
-    that the recipe's other keys do not allow is left out.
+    `spread` is the factor by which the learner has more cores at alpha = 0 than beside working engines. An alpha that
+    the recipe's other keys do not allow is left out.
     """
     found = []
     for alpha in sorted({*alphas, config.async_ratio}):
@@ -58,14 +59,14 @@ def compare_alphas(
 
 
 def choose_alpha(outcomes: Sequence[AlphaOutcome]) -> AlphaOutcome:
-    """Return the outcome with the smallest alpha whose throughput is within `TOLERANCE` of the best one."""
+    """Return the outcome with the smallest alpha whose throughput is within `TOLERANCE` of the best throughput."""
     best = min(one.step_seconds for one in outcomes)
     near = [one for one in outcomes if one.step_seconds * (1.0 - TOLERANCE) <= best]
     return min(near, key=lambda one: one.async_ratio)
 
 
 def spread_learner(learner: LearnerHardware, times: float) -> LearnerHardware:
-    """Return a learner whose train steps take `times` times less."""
+    """Return a learner whose train steps are `times` times as fast."""
     names = ("seconds_per_version", "seconds_per_trajectory", "seconds_per_token")
     shorter = {name: getattr(learner, name) / times for name in names}
     return learner.model_copy(update={**shorter, "measured": tuple(seconds / times for seconds in learner.measured)})

@@ -17,16 +17,16 @@ counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests.
 The bounds ignore rewards, weight updates, and the costs of the KV cache. Where the ignored parts cost time, the lower
 bounds still hold, but the upper bounds do not (`Bounds.guaranteed`).
 
-The *freshness limit* is a lower bound that depends on alpha. It holds for every schedule that trains the same batches,
-even with infinitely many engines. P_v is the time at which policy version v is published, w_b is the shortest time in
-which the longest response of batch b can be generated and scored after a version was published, and t_b is the time to
-train batch b, which gives version b + 1. With a = alpha, rounded down:
+The *freshness limit* is a lower bound on the time of a step, and depends on alpha (the largest staleness). It holds for
+every schedule that trains the same batches, even with infinitely many engines. P_v is the time at which policy version
+v is published, w_b is the shortest time in which the longest response of batch b can be generated and scored after a
+version was published, and t_b is the time to train batch b, which gives version b + 1. With a = alpha, rounded down:
 
     P_b+1  >=  max(P_b, P_b-a + w_b) + t_b           so the mean step is at least the mean of w_b + t_b, over a + 1
 
 Proof: every response of batch b was started under version b - a or a newer one, so after P_b-a. The learner starts to
-train batch b once version b is published and the batch is complete. The second statement follows because the sum of
-P_b+1 - P_b-a over all batches counts each step at most a + 1 times. With enough slots, the schedule that starts all
+train batch b once version b is published and the batch is complete. The bound on the mean step follows because the sum
+of P_b+1 - P_b-a over all batches counts each step at most a + 1 times. With enough slots, the schedule that starts all
 responses of batch b at P_b-a attains the limit.
 """
 
@@ -45,15 +45,15 @@ from rollflow.tasks.simulation.hardware import Hardware
 class Workload:
     """The numbers that describe a workload; mu and mu_t are in GPU-seconds, the longest generation is in seconds."""
 
-    samples: int  # N
+    samples: int  # N, number of samples per step
     mu: float
-    mu_least: float  # mu_0
-    longest: float  # L
-    mu_train: float  # E mu_t
-    rollout_gpus: float  # K_r
-    train_gpus: float  # K_t
+    mu_least: float  # mu_0, smallest mu over all numbers of concurrent requests
+    longest: float  # L, longest time of a generation
+    mu_train: float  # E mu_t, time to train one sample in all epochs
+    rollout_gpus: float  # K_r, number of GPUs for rollout
+    train_gpus: float  # K_t, number of GPUs for training
     colocated: bool  # True if rollout (K_r) and training (K_t) use the same GPUs
-    async_ratio: float  # alpha
+    async_ratio: float  # alpha, the largest staleness
     whole: bool = True  # True if these numbers include all costs except rewards and weight updates
 
 
@@ -135,8 +135,9 @@ def earliest_publications(
 
     Args:
         published: the times at which the first policy versions were published; at least that of version 0.
-        waits_B: for each later batch b, w_b in seconds.
-        training_B: for each later batch b, t_b in seconds.
+        waits_B: for each later batch, the shortest time in which its longest response can be generated and scored
+            (w_b), in seconds.
+        training_B: for each later batch, the time to train on it (t_b), in seconds.
     """
     times, allowed = list(published), math.floor(async_ratio)
     for wait, training in zip(waits_B, training_B, strict=True):

@@ -1,10 +1,10 @@
 """Calibrates the speed of simulated engines, so that a simulation of a recorded run matches the record.
 
-The record of a run does not show how the time of a token depends on the number of requests, if this number is constant.
-A simulation of the same recipe is therefore compared with the recorded times of short and long responses, and of the
-whole rollout. For some values of the slowdown c, the seconds per token and the prefill seconds are fitted, so that
-generation time by length is as in the record. The value of the slowdown c whose simulated times are closest to the
-recorded times is chosen.
+If the number of concurrent requests was constant, the record of a run does not show how the time per token depends on
+this number. A simulation of the same recipe is therefore compared with the recorded times of short and long responses,
+and of the whole rollout. For some values of the slowdown c, the seconds per token and the prefill seconds are fitted,
+so that generation times by response length match the record. The value of the slowdown c whose simulated times are
+closest to the recorded times is chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
 from rollflow.tasks.simulation.world import SimulatedRun
 
-# values of the slowdown c of an engine per concurrent request; at c = 1, more requests give no more throughput
+# values of c, the slowdown of a request by each other concurrent request; at c = 1, more requests give no more
+# throughput
 SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 ROUNDS = 3  # number of simulations for each value of the slowdown c
 TRAJECTORIES = 2000  # smallest number of trajectories that a simulation measures

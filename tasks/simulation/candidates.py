@@ -1,4 +1,4 @@
-"""The types of the planner: candidate configurations, the outcomes of their simulations, limits, and a budget."""
+"""Defines the planner's types: candidate configurations, the outcomes of their simulations, limits, and a budget."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class CandidateOutcome:
 
     @property
     def throughput(self) -> float:
-        """Trajectories per second."""
+        """Number of trained trajectories per second."""
         return self.figures.trajectories_per_second
 
     def marks(self, limits: PlanLimits) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Evaluations of a simulated run: the production code of evaluations on simulated, borrowed engines.
+"""Simulates the evaluations of a run: the production code of evaluations runs on borrowed simulated engines.
 
 - Evaluations are simulated only if they borrow engines of the run.
 - Evaluations before and after the run are left out, because a simulation shows the steady run between them.

@@ -1,9 +1,9 @@
 """Computes the results of a simulation, such as times, shares and token counts, from the simulation's records.
 
 Times, shares and staleness exclude a warm-up of `Figures.warm_up` policy versions; counts, tokens and lengths include
-it. Lengths of trained responses are compared with the *population*: the responses to the first prompts in order. The
-population has as many responses as were trained on, without those to filtered prompts, and does not depend on the
-schedule.
+the warm-up. Lengths of trained responses are compared with the *population*: the responses to the first prompts in
+order. The population has as many responses as were trained on, without those to filtered prompts, and does not depend
+on the schedule.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens that the engines sampled, trained on or wasted.
+    """Numbers of tokens that were sampled, trained on or wasted.
 
     `wasted` maps each reason to the number of tokens that were wasted; `groups` maps each reason to the number of
     discarded groups. `evaluated` is the number of tokens of evaluations, which no other field includes.
@@ -98,7 +98,7 @@ class Tokens:
     trained: int
     wasted: Mapping[str, int]
     groups: Mapping[str, int]
-    unfinished: int  # tokens of groups of responses that were in flight or waiting when the simulation ended
+    unfinished: int  # number of tokens of groups of responses that had not been trained on when the simulation ended
     evaluated: int
 
 
@@ -173,8 +173,9 @@ def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware
 def _compute_freshness_limit(
     records: SimulationRecords, config: RunConfig, hardware: Hardware, published: Sequence[float], versions: int
 ) -> float:
-    """Compute the freshness limit of the mean step after the first versions, which were published as recorded. Each
-    longest response is assumed to run alone on the fastest engine.
+    """Compute the freshness limit (a lower bound, see `bounds`) of the mean step time after the first versions, whose
+    times of publication are taken from the records. Each longest response is assumed to run alone on the fastest
+    engine.
     """
     assert isinstance(config.engine, TimedEngineConfig)
     engine, fastest, warm = config.engine, max(hardware.speeds(config)), len(published) - 1
@@ -248,8 +249,9 @@ def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: i
 
 
 class DrawnEpisode(NamedTuple):
-    """An episode as drawn, before it is scheduled: its number of turns, and its number of simulated tokens of the
-    policy."""
+    """An episode as drawn, before it is scheduled: its number of turns, and the number of simulated tokens that the
+    policy samples.
+    """
 
     turns: int
     tokens: int
@@ -279,7 +281,7 @@ def simulate_population(config: RunConfig, prompts: int, filtered: Collection[in
 def _draw_episode(
     config: RunConfig, lengths: ResponseLengths, environment: TimedEnvironment | None, index: int, sample: int
 ) -> DrawnEpisode:
-    """Draw the turns and times that the timed engine and the timed environment would draw for an episode."""
+    """Draw the numbers of turns and tokens that timed engine and timed environment would draw for an episode."""
     engine, seed, prompt = config.engine, sample_seed(config.seed, index, sample), SimulatedPrompts.tokens(index)
     assert isinstance(engine, TimedEngineConfig)
     grain, room, tokens, turns = engine.tokens_per_tick, engine.max_new_tokens, 0, 0

@@ -1,8 +1,9 @@
 """Fits a hardware file, which describes the machines of a simulation, to a recorded run.
 
-- Response lengths are the measured lengths (thinned to `QUANTILES` values), with their correlation within a prompt.
-- Engine speeds are chosen so that a simulation of the run has the recorded times (see `calibrate`), without costs of
-  the KV cache.
+- Response lengths are the measured lengths (thinned to `QUANTILES` values), with the measured correlation between the
+  responses to one prompt.
+- Engine speeds are chosen so that a simulation of the run has the recorded times (see `calibrate`). The KV cache is
+  assumed to cost no time.
 - The learner repeats its recorded times, from the receipt of each batch to the request for the next.
 - Weight updates have the median recorded times, both for the pause and for fetching weights.
 """
@@ -52,7 +53,8 @@ def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig, shared_
     policy versions, which takes some seconds.
 
     With `shared_speed` below 1, engines and learner shared cores (see `learner.shared_speed`), and the seconds of the
-    learner are those without engines beside it. Engines are assumed to work during all train steps if alpha is above 0.
+    learner are converted to those without working engines. Engines are assumed to work during all train steps if alpha
+    is above 0.
     """
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0

@@ -1,4 +1,4 @@
-"""The hardware file: a TOML file with the assumptions of a simulation about machines and workload.
+"""Defines the hardware file: a TOML file with the assumptions of a simulation about machines and workload.
 
 All seconds apply to one engine, one worker or one GPU; all lengths are numbers of response tokens.
 """
@@ -16,7 +16,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.renamed_keys import HARDWARE, Renames
 from rollflow.tasks.runtime.sections import Section, refuse
 
-GRAINS = 128  # number of simulated tokens in the longest response, so that a response may span several policy versions
+GRAINS = 128  # number of simulated tokens in the longest response; large, so that it may span several policy versions
 
 
 class EnginesHardware(Section):
@@ -221,7 +221,7 @@ class Hardware(Section):
     keys_page: ClassVar[str] = "`rollflow keys --hardware`"
     renames: ClassVar[Renames] = HARDWARE
 
-    title: str = Field("", description="title of the figures and timelines of the simulation")
+    title: str = Field("", description="title that is shown with the results and timelines of the simulation")
     engines: EnginesHardware = EnginesHardware()
     responses: ResponsesHardware = ResponsesHardware()
     reward: RewardHardware = RewardHardware()

@@ -1,5 +1,5 @@
-"""Simulated parts of a run: prompts, verifiers and the learner, and the failures that are planned for a simulation. A
-simulated part takes time, but makes no scheduling decision.
+"""Defines the simulated parts of a run: prompts, scorers, the learner, and planned failures of engines. A simulated
+part takes time, but makes no scheduling decision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOIN_SECONDS = 1.0  # seconds before the next try to replace a dead engine
 
 
 class SimulatedPrompts:
-    """Simulated prompts without text; each prompt has a number, a source, and a chance that a response is right."""
+    """Simulated prompts without text; each prompt has a number, a source, and a chance that a response is correct."""
 
     def __init__(self, config: RunConfig, reward: RewardHardware) -> None:
         self._seed, self._reward = config.seed, reward
@@ -101,7 +101,7 @@ class Memory:
 
 
 def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
-    """Raise `Stale` if a group of responses is too old for its policy version, as the log would."""
+    """Raise `Stale` if a group of responses is too old for its batch, as the log of a real run does."""
     oldest = min(group.started_version for group in staged.groups)
     if oldest < staged.number - async_ratio:
         raise Stale(
@@ -121,7 +121,9 @@ class TimedLearner:
         records: SimulationRecords,
         spend: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Create the learner; `spend` waits as long as a train step takes that would take the given seconds alone."""
+        """Create the learner; `spend` waits for the duration of a train step that takes the given seconds without
+        engines.
+        """
         self._hardware, self._grain, self._spend = hardware, grain, spend
         self._channel, self._records = channel, records
 

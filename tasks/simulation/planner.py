@@ -4,19 +4,21 @@ The recommended settings were simulated with the production scheduler, and do no
 length bias (`PlanLimits`). Among all candidates within `TOLERANCE` of the best throughput, the one with the smallest
 alpha (staleness limit) is recommended.
 
-    1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
-    2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
-                       alpha's best; with waiting at the bound if the recipe drops and dropping exceeds a limit. Ends
-                       early if no schedule could be 5 % faster
-    3. choices         extra groups, extra responses, tail batching, dropping at the bound, a wider bound at the same
-                       depth: one after another for the alphas found; a choice that gains gets its own split search
-    4. finals          the best of each again, for longer, also where the first simulation exceeded a limit: only these
-                       are shown and chosen from
+    1. synchronous     the baseline for gains: all GPUs in turns if the hardware says so, otherwise the best split of
+                       the GPUs between rollout and training
+    2. alpha = 1 ...   the best split for each alpha: the search starts from beta* (Proposition 2), and later from the
+                       best split of the previous alpha. If dropping old groups exceeds a limit, waiting for them is
+                       simulated, too. The stage ends early if no schedule could be 5 % faster
+    3. choices         one change of an option at a time: extra groups, extra responses, tail batching, dropping old
+                       groups or waiting for them, a wider staleness limit. If the fastest change helps, the best split
+                       is searched again
+    4. finals          longer simulations of the best candidates of each stage, and of the fastest candidate that
+                       exceeded a limit. Only these outcomes are shown, and one of them is recommended
 
 A division of the GPUs is not simulated if the lower bound on its step time exceeds the best step time so far.
 
-The length bias is measured after the warm-up: how many tokens the trained responses of a policy version have less than
-the drawn responses.
+The length bias is measured after the warm-up: by how many tokens the trained responses of a policy version differ from
+the drawn responses, as a share of the drawn tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Plan:
 
     finals: tuple[CandidateOutcome, ...]
     sync: CandidateOutcome  # outcome of synchronous training (alpha = 0) with the options in the user's config
-    best: CandidateOutcome | None  # outcome of the fastest candidate that keeps the limits
+    best: CandidateOutcome | None  # outcome of the fastest candidate that exceeds no limit
     recommended: CandidateOutcome | None
     alphas: tuple[float, ...]  # values of the staleness limit alpha that were simulated
     settled: bool  # True if no larger staleness limit alpha can be faster by more than the tolerance
@@ -97,7 +99,7 @@ def plan(
 def choose(
     finals: Sequence[CandidateOutcome], limits: PlanLimits
 ) -> tuple[CandidateOutcome | None, CandidateOutcome | None]:
-    """Return two outcomes that keep the limits: the fastest outcome, and the recommended outcome.
+    """Return two outcomes that exceed no limit: the fastest outcome, and the recommended outcome.
 
     The recommended outcome has the smallest staleness limit alpha within `TOLERANCE` of the fastest outcome, and wastes
     the fewest tokens among equal ones.
@@ -184,8 +186,8 @@ class _Search:
             )
         if learner.measured:
             raise ConfigError(
-                f"learner.measured = [{learner.measured[0]:g}, ...]: measured train steps do not tell the "
-                "seconds on another number of GPUs; give learner.seconds_per_trajectory instead"
+                f"learner.measured = [{learner.measured[0]:g}, ...]: measured train steps hold only for "
+                "the number of GPUs that the learner had; give learner.seconds_per_trajectory instead"
             )
         if faults.deaths:
             raise ConfigError(

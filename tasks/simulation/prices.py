@@ -1,11 +1,11 @@
-"""The cost of a training run: the price of machines per hour, and the price of the stored objects.
+"""Computes the cost of a training run: the price of machines per hour, and the price of the stored objects.
 
     hour       machines x price, of rollout, of training, and of the rest
     version    hour x seconds of a step / 3600
-    run        version x versions; start, cold start and evaluations are not in it
-    idle       share of the price that buys GPUs while nothing runs on them, GPUs that no role uses included
+    run        version x versions, without start, cold start and evaluations
+    idle       share of the price for GPUs on which nothing runs, including GPUs that no role uses
 
-Whole machines are paid: 9 GPUs on machines of 8 are two machines.
+Whole machines are paid: 9 GPUs on machines with 8 GPUs cost as much as two machines.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Cost:
     hour: float
     version: float
     run: float
-    idle: float  # share of `hour`
+    idle: float  # share of `hour` for idle GPUs
     storage_month: float | None  # monthly price of the objects that the run leaves in storage
 
 
@@ -114,7 +114,7 @@ class _Machines:
 
     @property
     def hour(self) -> float:
-        """Price of an hour."""
+        """Price of these machines per hour."""
         return self.count * self.price.hour
 
     def idle_hour(self, busy_gpus: float) -> float:

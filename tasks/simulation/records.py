@@ -1,4 +1,4 @@
-"""The records that a simulation writes, from which its results are computed; no decision depends on these records.
+"""Defines the records of a simulation, from which its results are computed; the simulated scheduler does not use them.
 
 Times in the records are virtual seconds since the beginning of the simulation. Lengths count simulated tokens, each of
 which stands for `tokens_per_tick` real tokens.
@@ -37,7 +37,7 @@ class Gauge:
 
     @property
     def usage(self) -> EngineUsage:
-        """Usage up to now."""
+        """Busy seconds and slot seconds up to now."""
         self.change(0)
         return self._usage
 
@@ -52,13 +52,15 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Length in seconds."""
+        """Duration in seconds."""
         return self.ended - self.began
 
 
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
-    """The time at which a batch was formed, and the time at which its last response had ended before."""
+    """A formed batch; `at` is the time at which it was formed, `last_generation` the time at which the last response
+    ended.
+    """
 
     number: int
     at: float
@@ -88,7 +90,7 @@ class SimulationRecords:
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # length of each trained response
     trained_turns: array[int] = field(default_factory=lambda: array("l"))  # number of turns of each trained response
-    filtered: set[int] = field(default_factory=set)  # prompts whose groups of responses were filtered
+    filtered: set[int] = field(default_factory=set)  # indices of prompts whose groups were filtered
     # generation time of each trained response
     generation_seconds: array[float] = field(default_factory=lambda: array("d"))
     discarded_groups: Counter[str] = field(default_factory=Counter)
@@ -96,7 +98,7 @@ class SimulationRecords:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # policy version -> counters when it was published
     last_generation: float = 0.0
     deaths: int = 0
-    restarted: int = 0  # requests that restarted
+    restarted: int = 0  # number of requests that restarted
     restarted_tokens: int = 0  # number of tokens lost because requests restarted
     taken_over: int = 0  # number of requests that moved to another engine
     evaluations: int = 0  # number of finished evaluations
@@ -129,5 +131,5 @@ def trajectories_of(staged: StagedBatch) -> list[Trajectory]:
 
 
 def count_turns(trajectory: Trajectory) -> int:
-    """Count the turns of a trajectory: the runs of sampled tokens, between which an environment added tokens."""
+    """Count the turns of a trajectory: the spans of sampled tokens, between which an environment added tokens."""
     return trajectory.loss_mask.data.count(b"\0\1") if isinstance(trajectory.loss_mask, Bools) else 1

@@ -1,8 +1,8 @@
 """Simulates engines and a learner that share cores or GPUs.
 
 While engines and learner both work, each of them runs at the share `learner.shared_speed` of its own speed. While only
-one of them works, it runs at full speed. The learner notices an engine that starts or stops within 1/64 of a train
-step.
+one of them works, it runs at full speed. When an engine starts or stops, the learner notices this within 1/64 of a
+train step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 
-SLICES = 64  # parts of a train step; before each part, the learner checks whether an engine works
+SLICES = 64  # number of parts of a train step; before each part, the learner checks whether an engine works
 
 
 class SharingEngine(TimedEngine):
@@ -45,7 +45,7 @@ class SharedCores:
         self._engines, self._share = engines, share
 
     async def train(self, seconds: float) -> None:
-        """Wait as long as a train step takes that would take `seconds` alone, and slow down the engines meanwhile."""
+        """Wait as long as a train step lasts that takes `seconds` without engines; slow down the engines meanwhile."""
         for _ in range(SLICES):
             engines = self._list_engines()
             for engine in engines:

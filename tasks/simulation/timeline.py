@@ -1,4 +1,4 @@
-"""The timeline of a simulation: how busy engines and verifiers are over time, and when train steps and updates run.
+"""Records the timeline of a simulation: how busy engines and scorers are over time, and when steps and updates run.
 
 A timeline has at most `BINS` time bins, so that it needs little memory. If a simulation outgrows the time bins, pairs
 of neighbouring bins are merged.
@@ -44,7 +44,7 @@ class Sampler:
         self._rows: list[NDArray[np.float32]] = []  # for each time bin, the growth of each counter
 
     async def run(self) -> None:
-        """Sample until cancelled."""
+        """Sample the counters until the task is cancelled."""
         before = np.array(self._read())
         while True:
             await asyncio.sleep(self.bin_seconds)

@@ -82,8 +82,8 @@ def simulate(
 
     Args:
         timeline: record how busy each part of the run is over time, which slows the simulation by a few per cent.
-        watch: this function is called with each published policy version. world_type: the class of the simulated run;
-        benchmarks pass subclasses with other schedulers.
+        watch: this function is called with each published policy version.
+        world_type: the class of the simulated run; benchmarks pass subclasses with other schedulers.
 
     Raises:
         ConfigError: the hardware file does not fit the run's config.

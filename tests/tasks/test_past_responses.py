@@ -1,4 +1,5 @@
-"""Drafts from past responses: compared with a slow search, and within the limits on memory."""
+"""Drafts from past responses: they equal the drafts of a slow search, and the kept responses stay within their limits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 def find_places(past: Sequence[Sequence[int]], response: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return what followed each place of past responses that a response may follow, by a slow search."""
+    """Return, by a slow search, the rest of past responses after each position that a response may follow."""
     same = [tuple(one[len(response) :]) for one in past if list(one[: len(response)]) == list(response)]
     if same:
         return same
@@ -59,8 +60,8 @@ def draft_slowly(past: Sequence[Sequence[int]], response: Sequence[int], count: 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(TOKENS, min_size=1, max_size=6), TOKENS, st.integers(1, 5))
-def test_first_draft_equals_a_slow_search(past: list[list[int]], response: list[int], count: int) -> None:
-    """A cursor that reads a response at once is at the place that a search from the beginning finds."""
+def test_first_draft_equals_the_draft_of_a_slow_search(past: list[list[int]], response: list[int], count: int) -> None:
+    """A cursor that reads a response at once is at the positions that a search from the beginning finds."""
     kept = PastResponses()
     for one in past:
         kept.add(PROMPT, pack(one))
@@ -90,8 +91,8 @@ def test_kept_tokens_stay_below_their_limit(added: list[tuple[int, list[int]]], 
     assert not kept._texts
 
 
-def test_token_that_is_repeated_often_matches_at_few_places() -> None:
-    """Otherwise a draft would take seconds: its cost grows with the square of the number of places."""
+def test_often_repeated_token_matches_at_few_positions() -> None:
+    """Otherwise a draft would take seconds: its cost grows with the square of the number of positions."""
     kept = PastResponses()
     for number in range(PER_PROMPT):
         kept.add(PROMPT, pack([number, *[5] * 100]))
@@ -102,7 +103,7 @@ def test_token_that_is_repeated_often_matches_at_few_places() -> None:
     assert cursor.draft(4) == [5] * 4
 
 
-def test_newest_response_decides_between_equal_votes() -> None:
+def test_newest_past_response_decides_between_equal_drafts() -> None:
     kept = PastResponses()
     for one in ([1, 2, 3], [1, 4, 5]):
         kept.add(PROMPT, pack(one))
@@ -112,7 +113,7 @@ def test_newest_response_decides_between_equal_votes() -> None:
     assert cursor.draft(1) == [4]
 
 
-def test_drafts_come_from_the_same_prompt_alone() -> None:
+def test_drafts_come_only_from_responses_to_the_same_prompt() -> None:
     kept = PastResponses()
     kept.add(PROMPT, pack([1, 2, 3]))
     assert kept.follow(pack([7, 9])) is None

@@ -29,7 +29,7 @@ class Comparing(Pipeline):
     """A pipeline whose scorer notes the requests of each prompt, and judges none of the first ones."""
 
     unjudged = 0
-    asked: dict[int, list[ScoreRequest]]  # by the index of the prompt
+    asked: dict[int, list[ScoreRequest]]  # prompt index -> requests
 
     def _prompt(self, index: int) -> Prompt:
         return replace(super()._prompt(index), reference={"index": index})

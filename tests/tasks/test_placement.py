@@ -190,8 +190,8 @@ def test_recipe_may_set_every_placement_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_engines_run_where_the_recipe_says(tmp_path: Path) -> None:
-    """In a separate process, because Ray reads a cluster's token when it is first imported."""
+def test_engines_run_on_the_nodes_that_the_recipe_names(tmp_path: Path) -> None:
+    """Run Ray in a separate process, because Ray reads a cluster's token when it is first imported."""
     head = RayHead(tmp_path / "ray", cpus=2)
     with head, RayNode(head, cpus=4, resources={"rollout": 1}, labels=FAST):
         environment = {**os.environ, **head.env, "ROLLFLOW_HOME": str(tmp_path)}

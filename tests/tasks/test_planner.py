@@ -1,4 +1,4 @@
-"""The planner, compared with workloads worked by hand, and with its guarantees."""
+"""The planner: its results for workloads worked by hand, and its guarantees."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_planner_skips_options_that_the_recipe_forbids() -> None:
 
 @pytest.mark.long
 def test_planner_tries_on_stale_wait_if_dropping_wastes_too_much() -> None:
-    """No waste is allowed: groups dropped at the bound are waste, groups waited for are not."""
+    """No waste is allowed: groups that are dropped as too old are waste, groups that a batch waits for are not."""
     uneven = hardware(engines={"max_concurrent_requests": 2}, responses={"sigma": 1.2, "cap": 1000})
     dropping = recipe(rollout=RolloutConfig(on_stale="drop"))
     planned = plan(dropping, uneven, 6, largest=1, budget=SMALL, limits=PlanLimits(bias=0.02, waste=0.0))
@@ -152,7 +152,9 @@ def test_input_that_cannot_be_planned_is_refused(gpus: int, sections: dict[str, 
 
 
 def test_plan_of_the_40_gpu_example_splits_24_to_16() -> None:
-    """For the published plan; the planner itself takes a minute for it."""
+    """Compare the lower bounds on the step time of all divisions, because the planner itself takes a minute for this
+    example.
+    """
     config, file = load_recipe(Path("flows/recipes/rlvr.toml"), ["groups=128"]), load_hardware(Path("rlvr-40"))
 
     def least(engines: int) -> float:
@@ -168,7 +170,7 @@ def test_plan_of_the_40_gpu_example_splits_24_to_16() -> None:
 
 @pytest.fixture(scope="module")
 def figures() -> Figures:
-    """Build some figures."""
+    """Return the results of a short simulation."""
     candidate = replace(PLAIN, async_ratio=0.0)
     return simulate(candidate.config(recipe(), hardware()), candidate.hardware(hardware()), versions=4).figures
 

@@ -369,7 +369,7 @@ def test_chat_template_gets_the_time_of_the_runs_start(tmp_path: Path) -> None:
 
 
 def test_attention_softcap_is_applied(tmp_path: Path) -> None:
-    """Training and the transformers engine apply it; default attention drops it."""
+    """Training and the transformers engine apply the softcap; default attention ignores it."""
     folder = make_folder(tmp_path / "policy", "gemma2", scale=3.0)
     tokens = torch.arange(5, 40)[None]
     with torch.no_grad():

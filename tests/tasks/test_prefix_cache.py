@@ -1,4 +1,4 @@
-"""vLLM's prefix cache: a prompt is computed once per version, and never read under another version's weights."""
+"""vLLM's prefix cache: a prompt is computed once per policy version, and its cache is never used with other weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 PROMPT = tuple(3 + (7 * place) % 300 for place in range(3 * CPU_BLOCK_TOKENS + 5))
 NUMBERS = itertools.count()
-CHANGED = (2, *PROMPT[1:])  # the same, but for its first token
+CHANGED = (2, *PROMPT[1:])  # the same prompt, but for its first token
 
 
 async def test_cached_prompt_of_an_old_policy_version_is_never_used(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_cached_prompt_of_an_old_policy_version_is_never_used(tmp_path: Pa
         for version in range(4):
             await engine.suspend("continue")
             late = [asyncio.ensure_future(engine.generate(request(PROMPT, f"late {version}")))] if version else []
-            await asyncio.sleep(0.05)  # the request is in the engine, and counts from the old version
+            await asyncio.sleep(0.05)  # the request reaches the engine before the update
             await engine.update(version, weights[version % 2])
             await engine.resume()
             first, *others = await asked(engine, [PROMPT] * 6, version)

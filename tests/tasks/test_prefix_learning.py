@@ -81,7 +81,7 @@ def gradients(made: TorchLearner, batch: TrajectoryBatch) -> tuple[Mapping[str, 
 
 @pytest.mark.parametrize("values", [False, True], ids=["rows", "token values"])
 @pytest.mark.parametrize("name", CASES)
-def test_step_on_trees_equals_a_step_on_rows(folder: Path, name: str, values: bool) -> None:
+def test_step_with_shared_prefixes_equals_a_step_on_rows(folder: Path, name: str, values: bool) -> None:
     if values and name not in ("grpo", "critic's head", "recomputed layers"):
         return
     found = []

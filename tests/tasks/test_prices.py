@@ -1,4 +1,4 @@
-"""Costs of a plan, worked by hand."""
+"""Costs of a plan, compared with examples worked by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_engine_with_several_gpus_requests_all_its_gpus() -> None:
 def test_storage_cost_counts_only_retained_versions() -> None:
     """The weights of versions 0, 10 and 16 to 20 stay; 9 and 15 stay, too, because 10 and 16 are trained from them.
 
-    States stay of versions 0, 9 and 15 to 20.
+    The states of versions 0, 9 and 15 to 20 stay.
     """
     prices = PRICES.model_copy(update={"storage": StoragePrice(gb_month=0.5, weights_gb=1.0, state_gb=3.0)})
     config = CONFIG.model_copy(update={"store": StoreConfig(keep_last=5, keep_every=10, state_every=1)})

@@ -65,7 +65,7 @@ def test_prompt_contains_all_messages_of_a_question(tmp_path: Path) -> None:
 
 
 def test_prompt_row_may_have_its_own_system_message(tmp_path: Path) -> None:
-    """The recipe's system message goes before the rows that have none."""
+    """The recipe's system message is put before the rows without a system message."""
     rows = [{"question": "1 + 1?", "sys": "Think."}, {"question": "0 + 2?", "sys": None}, {"question": TALK, "sys": ""}]
     _, read = ask(tmp_path, rows, columns={"system": "sys"}, system="Answer.")
     assert read == {
@@ -76,7 +76,7 @@ def test_prompt_row_may_have_its_own_system_message(tmp_path: Path) -> None:
 
 
 def test_single_message_is_the_same_question_as_its_text(tmp_path: Path) -> None:
-    """A question that is held out as text is not trained on as a message, under whatever system message."""
+    """A question that is held out as text is not trained on as a message, whatever the system message is."""
     rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(20)]
     talk = [row | {"question": say(("system", "Think."), ("user", str(row["question"])))} for row in rows]
     text = config_of(tmp_path, rows, held_out=0.5).prompts[0]

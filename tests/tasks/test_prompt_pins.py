@@ -1,4 +1,4 @@
-"""The prompt behind an index is the same from a run's start to its end, or the run is refused in one sentence."""
+"""The prompt at an index stays the same during a run; if it has changed, an error of one sentence refuses the run."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_prompt_file_without_a_copy_is_found_from_any_folder(tmp_path: Path, mon
     source = {"kind": "jsonl", "path": "mine.jsonl"}
     context = prepare_small(tmp_path, versions=1, prompts=[source], keep_prompts_bytes=0)
     before = asked(context)
-    monkeypatch.chdir("/")  # as an actor's
+    monkeypatch.chdir("/")  # as in an actor
     assert asked(context) == before
 
 
@@ -155,7 +155,7 @@ def test_prompt_file_is_read_once_while_a_run_is_prepared(tmp_path: Path, monkey
 
 
 def test_replay_needs_no_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Batches contain the tokens, so a version is proved even if its file is gone or was not copied."""
+    """Batches contain the tokens, so a version can be replayed even if the prompt file is gone or was not copied."""
     context, file = prepared(tmp_path, keep=0, versions=3)
     train_small(context)
     file.unlink()
@@ -163,7 +163,7 @@ def test_replay_needs_no_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("identical") == 3
     assert main(["inspect", "small", "0.0.0"]) == 0
     capsys.readouterr()
-    assert main(["inspect", "small", "4.0"]) == 0  # the dispatch was discarded, so no batch has its question
+    assert main(["inspect", "small", "4.0"]) == 0  # the group was discarded, so no batch has its question
     shown = capsys.readouterr().out
     assert "discarded" in shown
     assert "prompts.path" in shown
@@ -208,7 +208,7 @@ def test_other_version_of_reasoning_gym_is_refused(
 
 
 def test_reasoning_gym_with_changed_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The version's name is the same: the package was edited, or runs on another Python."""
+    """The package has the same version: it was edited, or runs on another version of Python."""
     context, made = prepare_small(tmp_path, versions=1), ReasoningGymSource._build_question
 
     def otherwise(self: ReasoningGymSource, entry: dict[str, object]) -> Question:
@@ -282,7 +282,7 @@ def test_repeated_questions_are_held_out_once(tmp_path: Path) -> None:
     assert not set(held) & {prompts.prompt(index).text for index in range(200)}
 
 
-def test_lines_of_dropped_prompts_are_recorded(tmp_path: Path) -> None:
+def test_run_stores_the_lines_that_remain_after_dropping_prompts(tmp_path: Path) -> None:
     """The remaining lines are copied whatever their size, so no process has to find the long lines again."""
     long = b'{"question": "' + b"x" * 500 + b'", "answer": 1}\n'
     (file := tmp_path / "mine.jsonl").write_bytes(long + content(30) + long)
@@ -306,7 +306,9 @@ SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """Make a run as recorded before questions had keys: split by text, without a split in its pins."""
+    """Create a run as it was recorded before questions had keys: questions are held out by text, and pins have no
+    `split`.
+    """
 
     def by_text(*opened: Any) -> RunPrompts:
         return open_prompts(*opened, "text")

@@ -112,7 +112,7 @@ def test_reference_answer_with_an_answer_tag_is_refused(tmp_path: Path) -> None:
 
 
 def test_prompt_rows_without_a_data_set_name_are_refused(tmp_path: Path) -> None:
-    """Without a family the scorer would fail on every response, and every response would score 0."""
+    """Without the name of a task family, the scorer would fail on every response, and every response would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
     with pytest.raises(
         ConfigError, match=r"line 1: the question's family .* has no scorer .* set reward.kind = \"exact\""
@@ -125,7 +125,7 @@ def test_prompt_rows_without_a_data_set_name_are_refused(tmp_path: Path) -> None
 WORKED = [{"question": f"{n} + 1?", "answer": f"{n} and 1.\n#### {n + 1}"} for n in range(30)]
 
 
-def test_answer_of_a_worked_solution_follows_the_mark(tmp_path: Path) -> None:
+def test_answer_of_a_worked_solution_is_read_after_the_mark(tmp_path: Path) -> None:
     file = written(tmp_path, WORKED)
     with pytest.raises(ConfigError, match=r"every answer contains '####'.* set prompts\.answer_after"):
         read_files(config_of(file), read_file)

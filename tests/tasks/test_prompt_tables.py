@@ -110,7 +110,7 @@ def test_run_stores_the_prompt_rows_of_a_table(write: Write, tmp_path: Path) -> 
     assert [(v.kind, v.where) for v in audit(context.store, deep=True).violations] == [("altered", kept)]
 
 
-def test_run_over_a_table_trains(tmp_path: Path) -> None:
+def test_run_trains_on_prompts_from_a_table(tmp_path: Path) -> None:
     source = {"kind": "file", "path": str(write_parquet(tmp_path, ROWS)), "columns": NAMES}
     context = prepare_small(tmp_path, versions=2, prompts=[source])
     train_small(context)

@@ -1,4 +1,4 @@
-"""Prompts of several sources and of files; what each source guarantees: `contracts/test_prompts.py`."""
+"""Prompts of several sources and of files. `contracts/test_prompts.py` tests the guarantees of each source."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_error_says_that_no_training_question_is_left() -> None:
 
 
 def test_prompt_index_gives_its_source_and_position(tmp_path: Path) -> None:
-    """Each source is issued as if it were alone, however far the others are."""
+    """The prompts of a source are issued as if it were the only source, whatever the positions in the other sources
+    are.
+    """
     configs = sums(), ReasoningGymPrompts(family="gcd"), lines(tmp_path)
     made = order(*configs)
     for source, config in enumerate(configs):
@@ -88,7 +90,7 @@ def test_too_long_prompt_is_refused() -> None:
 
 
 class WaitingSource:
-    """A question source that finds a question only after the event loop has run on."""
+    """A question source that finds a question only after the event loop has continued."""
 
     def __init__(self) -> None:
         self.ran_on, self.asked = threading.Event(), list[int]()

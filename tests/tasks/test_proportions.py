@@ -1,4 +1,5 @@
-"""Shares of right responses: Wilson's interval, and what several responses to each prompt are worth."""
+"""Shares of correct responses: Wilson's interval, and the effective size of a sample with several responses per prompt.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ def test_wilson_interval_contains_the_share(share: float, size: float) -> None:
 
 
 @given(right=st.lists(st.booleans(), min_size=1))
-def test_each_single_response_of_a_prompt_counts_once(right: list[bool]) -> None:
+def test_effective_size_counts_single_responses_once(right: list[bool]) -> None:
     assert effective_size([PromptResult(1, int(one)) for one in right]) == pytest.approx(len(right))
 
 
 @given(right=st.lists(st.booleans(), min_size=1), samples=st.integers(1, 16))
-def test_equal_samples_of_a_prompt_count_as_one(right: list[bool], samples: int) -> None:
+def test_effective_size_counts_equal_responses_as_one(right: list[bool], samples: int) -> None:
     results = [PromptResult(samples, samples * one) for one in right]
     assert effective_size(results) == pytest.approx(len(right))
 

@@ -1,7 +1,7 @@
 """Random tests of the proxy: engines die, join and are updated while requests run, and many calls are made at a time.
 
-Every request ends once, with its own tokens. `test_proxy_engines` and `test_proxy_requests` have an example of each
-promise.
+Every request ends once, with its own tokens. `test_proxy_engines` and `test_proxy_requests` test an example of each
+guarantee.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_every_engine_request_ends_once_with_all_its_tokens(
     undisturbed = run_virtual(World(in_flight).run([]))[1]
     assert proxy.running == 0
     for seed, (one, other) in enumerate(zip(made, undisturbed, strict=True)):
-        assert one.generation.tokens == other.generation.tokens  # determined by the seed: none lost, none twice
+        assert one.generation.tokens == other.generation.tokens  # set by the seed: none lost or repeated
         assert one.generation.ending == other.generation.ending
         versions = one.generation.versions
         assert len(versions) == len(one.generation.logprobs) == len(one.generation.tokens)
@@ -199,7 +199,7 @@ class Crowd:
             case _:
                 version = max(self.proxy.version, self.proxy._taken.version if self.proxy._taken else 0) + 1
                 await self.proxy.update(version, Path(), NO_PROBE, self.in_flight)
-        for _ in range(4):  # a cancelled task needs some turns of the loop
+        for _ in range(4):  # a cancelled task needs some iterations of the event loop
             await asyncio.sleep(0)
         self.check()
 
@@ -215,7 +215,7 @@ class Crowd:
         return running[number : number + width]
 
     async def abort(self, number: int, width: int) -> None:
-        """Check that they end immediately, unless an engine is being updated."""
+        """Abort requests, and check that they end immediately, unless an engine is being updated."""
         chosen = self.some(number, width)
         self.aborted |= set(chosen)
         alone = [key for key in chosen if f"r{key}" in self.proxy._jobs]

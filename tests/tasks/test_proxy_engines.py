@@ -1,4 +1,4 @@
-"""The proxy's engines, worked by hand: they are probed, updated, borrowed, replaced, and die."""
+"""The proxy's engines, in examples worked by hand: they are probed, updated, borrowed and replaced, or die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.01)
 
 
 class Probed(TimedEngine):
-    """A timed engine that answers the probe, with wrong values from some version on."""
+    """A timed engine that returns log-probs of the probe tokens, which are wrong from version `wrong_from` on."""
 
     def __init__(self, wrong_from: int) -> None:
         super().__init__(TIMED)
@@ -66,7 +66,7 @@ def test_log_prob_probe_of_a_wrong_length_is_refused() -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
-def test_weight_update_calls_the_engine_in_order(in_flight: InFlight) -> None:
+def test_weight_update_calls_engine_methods_in_order(in_flight: InFlight) -> None:
     async def main() -> None:
         probed = Noting([-1.0])
         proxy, clock = InferenceProxy([probed], 4), asyncio.get_running_loop().time
@@ -84,7 +84,7 @@ def test_weight_update_calls_the_engine_in_order(in_flight: InFlight) -> None:
         assert proxy.update_seconds == clock() == 0.5
         probed.calls.clear()
         await proxy.update(4, WEIGHTS, NO_PROBE, in_flight)
-        assert ("logprobs",) not in probed.calls  # an engine without an expected probe is not asked
+        assert ("logprobs",) not in probed.calls  # no log-probs are expected, so the engine is not asked
         assert proxy.update_seconds == 1.0
 
     virtual(main)

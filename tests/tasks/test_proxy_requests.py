@@ -1,4 +1,4 @@
-"""The proxy's requests, worked by hand: their callbacks and their results, whichever engine they move to."""
+"""The proxy's requests, in examples worked by hand: their callbacks and results, whichever engine they move to."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_abort_while_a_request_changes_engine_keeps_its_tokens() -> None:
         await proxy.abort(["a"])
         made = await task
         assert (made.generation.ending, len(made.generation.tokens), made.version) == (StopReason.ABORTED, 10, 0)
-        assert clock() == pytest.approx(0.5 + 2.05)  # it does not wait for an engine
+        assert clock() == pytest.approx(0.5 + 2.05)  # the request does not wait for an engine
 
     virtual(main)
 
@@ -133,7 +133,7 @@ def test_engine_that_fails_when_chosen_gets_no_request() -> None:
     virtual(main)
 
 
-def test_lowest_priority_number_goes_first() -> None:
+def test_proxy_runs_the_lowest_priority_number_first() -> None:
     async def main() -> None:
         proxy, order = InferenceProxy([Noting()], 1), list[float]()
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
@@ -179,7 +179,7 @@ def test_engine_speed_counts_only_its_own_tokens() -> None:
         await proxy.join(0, second)
         await task
         [lane] = proxy._queue.live
-        assert lane.tokens == 25  # the first made 10, and 5 more while the second took the weights
+        assert lane.tokens == 25  # the first engine made 10, and 5 more while the second loaded weights
         assert lane.seconds == pytest.approx(2.5)
 
     virtual(main)
@@ -222,7 +222,9 @@ def test_failure_of_the_only_engine_fails_the_request() -> None:
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
 def test_weight_update_continues_or_restarts_running_requests(in_flight: InFlight) -> None:
-    """Continued requests have tokens of both versions and count from the old one; restarted ones only of the new."""
+    """Continued requests have tokens of both versions, and count as started under the old version. Restarted requests
+    have only tokens of the new version.
+    """
 
     async def main() -> None:
         proxy = InferenceProxy([Noting()], 4)

@@ -1,4 +1,5 @@
-"""The publish barrier of ranks: no rank changes anything before the first rank may; here ranks are threads."""
+"""The publish barrier: no learner rank changes a tensor before the first rank has published it. Here ranks are threads.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def test_failed_write_of_weights_ends_the_step_on_all_ranks(folder: Path) -> Non
 
 
 def test_learner_ranks_wait_for_a_slow_store_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks wait for a message no longer than for anything else. Here the store waits until the third message."""
+    """While the store is slow, rank 0 repeats a message, so that the other ranks do not time out. Here the store waits
+    for the third message.
+    """
     heard, third, say = list[BarrierMessage](), Event(), publish_barrier._broadcast_word
 
     def hear(ranks: GlooRanks, word: BarrierMessage = BarrierMessage.WAIT) -> BarrierMessage:

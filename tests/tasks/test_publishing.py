@@ -1,4 +1,5 @@
-"""A version is published while the next step runs: in order, whole, to the same bits; failures are reported and fixed.
+"""Publishing a version while the next step runs: versions are complete, in order and bit-identical; failures are
+repaired.
 
 The batches are `ahead`: a batch may be trained on while the version that it starts from is still being published.
 """
@@ -100,7 +101,7 @@ class Slow:
 
 
 def train(context: RunContext, feed: StoreFeed | None = None) -> LearnerActor:
-    """Run the learner to the end, or until it raises."""
+    """Run the learner to the end, or until it raises an error."""
     actor = LearnerActor(context, channel=feed or StoreFeed(context, ahead=True))
     actor.run()
     return actor
@@ -186,7 +187,7 @@ def test_learner_replaced_while_publishing_stops(small: Prepare, monkeypatch: py
 
 
 def test_batch_voided_while_publishing_is_formed_again(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step is lost; its batch is trained on after the new one."""
+    """The next step is lost, and its batch is trained on again after the batch that replaces the voided one."""
     context = small()
     slow, feed, behind = Slow(monkeypatch, context), StoreFeed(context, ahead=True), list[int]()
 

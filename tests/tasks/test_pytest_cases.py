@@ -1,4 +1,4 @@
-"""A pytest file as a test case: right programs pass, wrong and cheating programs do not, in real sandboxes."""
+"""A pytest file as a test case: correct programs pass, wrong and cheating programs do not, in real sandboxes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_score_is_the_share_of_tests_that_pass(kind: Desk) -> None:
     assert score.reason == "0 of 1 cases; case 1: 3 of 4 tests; test_error: Failed: DID NOT RAISE TypeError"
 
 
-def test_all_or_nothing_needs_each_test_of_the_file(runner: asyncio.Runner, desk: Desk) -> None:
+def test_all_or_nothing_requires_every_test_of_the_file(runner: asyncio.Runner, desk: Desk) -> None:
     config = CodeReward(fenced=False, all_or_nothing=True)
     strict = CodeScorer(config, runner.run(desk.scorer.start()))
     row = {"cases": [{"pytest": FOUR}, {"call": "add", "args": [1, 2], "expected": 3}]}
@@ -142,7 +142,7 @@ def test_fresh(stack, tmp_path, monkeypatch):
 """
 
 
-def test_fixtures_and_objects_of_the_program_work(desk: Desk) -> None:
+def test_pytest_cases_can_use_fixtures_and_program_objects(desk: Desk) -> None:
     assert desk.judge(STATE, USES_FIXTURES).outcome is Outcome.CORRECT
 
 
@@ -342,7 +342,7 @@ GOOD = b'\n%s {"passed": 1, "tests": 1, "reason": ""}\n' % TOKEN.encode()
         (ProgramEnd.EXITED, 0, b"", False),
     ],
 )
-def test_result_needs_the_token_in_the_last_line(end: ProgramEnd, code: int, stdout: bytes, passed: bool) -> None:
+def test_passed_result_needs_a_token_in_the_last_line(end: ProgramEnd, code: int, stdout: bytes, passed: bool) -> None:
     assert read_result(ExecResult(end, code, stdout, b"", 0.1), TOKEN).passed is passed
 
 
@@ -360,7 +360,7 @@ def test_result_needs_the_token_in_the_last_line(end: ProgramEnd, code: int, std
         ("import solution\ntry:\n    import numpy\nexcept ImportError: pass\ndef test_a(): pass", None),
     ],
 )
-def test_pytest_file_that_cannot_judge_is_refused(source: str, fault: str | None) -> None:
+def test_pytest_file_that_cannot_test_a_program_is_refused(source: str, fault: str | None) -> None:
     found = find_file_fault(source)
     assert found is None if fault is None else found and fault in found
 

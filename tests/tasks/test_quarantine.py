@@ -1,4 +1,4 @@
-"""`train.not_finite = "skip"`: a nonfinite batch is voided by name, and its version is trained on another batch."""
+"""`train.not_finite = "skip"`: a nonfinite batch is voided, and its version is trained on another batch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Poisoned(StoreFeed):
 
 
 def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) -> None:
-    """Check that batch 3 was quarantined once, by name, and that the run ends as if it had been finite at first."""
+    """Check that batch 3 was quarantined once, with its reason, and that the run ends as if the batch had been finite.
+    """
     assert context.policies.newest() == 6
     [void] = of_kind(context.store, BatchVoided)
     assert isinstance(void.body, BatchVoided)

@@ -1,6 +1,6 @@
-"""The slot queue, worked by hand: when a request gets a slot or an error, and of which engine.
+"""The slot queue, in examples worked by hand: when a request gets a slot or an error, and from which engine.
 
-`test_slots` tests the same at random.
+`test_slots` tests the same with random operations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollflow.tasks.rollout.slots import EngineSlots, Ticket
 from tests.support.lanes import PATIENCE, lane, queue_of, taken, virtual
 
 
-def test_request_with_lowest_priority_number_goes_first() -> None:
+def test_request_with_lowest_priority_number_gets_first_slot() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)
@@ -215,8 +215,9 @@ def test_unmeasured_engines_get_equally_many_requests() -> None:
 
 
 def test_engine_of_triple_speed_gets_triple_requests() -> None:
-    """One more request costs 1 x 3 s on the slow engine, and 1 x 1, 2 x 1, 3 x 1 s on the fast one. In a tie the engine
-    that was offered first gets it."""
+    """One more request costs 1 x 3 s on the slow engine, and 1 x 1, 2 x 1, 3 x 1 s on the fast one. In a tie, the
+    engine that was offered first gets the request.
+    """
 
     async def main() -> None:
         slow, fast = lane(8), lane(8)
@@ -352,7 +353,7 @@ def test_full_engine_remains_the_engine_of_its_prompt() -> None:
     async def main() -> None:
         first, second = lane(1), lane(3)
         queue = queue_of(first, second, routing="prefix")
-        second.taken = 2  # so the first is the one with the least work
+        second.taken = 2  # so the first engine has the least work
         [(home, _)] = await taken(queue, 1, "a")
         assert home is first
         [(away, ticket)] = await taken(queue, 1, "a")

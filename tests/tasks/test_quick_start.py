@@ -42,7 +42,7 @@ def test_held_out_question_in_training_is_counted(context: RunContext, monkeypat
 
 
 def test_quick_start_accuracy_uses_greedy_answers(tmp_path: Path) -> None:
-    """A question counts as right if the model answers exactly its answer."""
+    """A question counts as correct if the model's answer equals the question's answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_policy(folder := tmp_path / "policy")

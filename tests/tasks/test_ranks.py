@@ -1,4 +1,4 @@
-"""Collective work of ranks: sums, and a learner's steps with them. Here ranks are threads that use gloo's sums."""
+"""Collective operations of learner ranks: sums, and train steps with them. Here ranks are threads that use gloo."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_shards_gathered_on_one_rank_match_a_hand_calculation(to: int) -> None:
 
 
 def test_error_names_a_learner_rank_that_is_late() -> None:
-    """The others wait no longer than their time limit."""
+    """The other ranks wait no longer than their time limit."""
 
     def work(ranks: Ranks) -> list[int]:
         assert isinstance(ranks, GlooRanks)
@@ -241,7 +241,8 @@ def test_error_names_a_learner_rank_that_is_late() -> None:
 
 @pytest.mark.long
 def test_all_learner_ranks_pack_the_same_sequences(folder: Path) -> None:
-    """The first rank tests if prompts can be shared, and sends the result; or ranks would skip or repeat rows."""
+    """The first rank tests if prompts can be shared, and sends the result. Otherwise ranks would skip or repeat rows.
+    """
     start = LearnerStart(folder, trained=True, versions=10)
     made = MultiRankLearner(TorchTrain(ranks=2), start)
     alone = TorchLearner.create(TorchTrain(share_prefixes="none"), start)

@@ -64,7 +64,9 @@ def test_large_kl_weight_keeps_the_policy_near_the_reference(folder: Path) -> No
 
 
 def test_kl_in_reward_is_summed_over_each_response(folder: Path) -> None:
-    """k1, summed over each response, from the recorded log-probs and the reference's own."""
+    """The penalty is the KL estimate k1, summed over each response, from the recorded log-probs and those of the
+    reference.
+    """
     made = compared(folder, kl="k1", kl_in="reward")
     given = near(some_batch(), made)
     data, paid = BatchRows.of(given), torch.tensor(given.table["reward"].to_pylist())

@@ -57,7 +57,7 @@ def test_regular_expression_of_the_prompt_row_is_used() -> None:
     assert score("c", {"pattern": "[ab]"}, pattern="c").value == 1.0
 
 
-def test_case_of_a_regex_group_may_be_ignored() -> None:
+def test_regex_scorer_can_ignore_upper_and_lower_case() -> None:
     keys = {"pattern": "it is (?P<name>.*)", "group": "name"}
     assert score("it is PARIS", {"answer": "Paris"}, **keys).outcome is Outcome.WRONG
     assert score("It is PARIS", {"answer": "Paris"}, ignore_case=True, **keys).outcome is Outcome.CORRECT

@@ -136,9 +136,9 @@ def test_table_of_renamed_keys_names_existing_keys() -> None:
 
 @pytest.mark.parametrize(("old", "new"), SHARING.items())
 def test_recorded_share_prompts_keeps_its_effect(old: bool, new: str) -> None:
-    """A replay that shared other tokens than the run would give other bits."""
+    """If a replay shared other tokens than the run, its weights would have other bits."""
     assert parse_recorded({"train": {"share_prompts": old}}).train.share_prefixes == new
-    assert parse_recorded({"train": {"share_prompts": "all"}}).train.share_prefixes == "all"  # of a change of the run
+    assert parse_recorded({"train": {"share_prompts": "all"}}).train.share_prefixes == "all"  # by a config change
     with pytest.raises(ConfigError, match=rf"share_prefixes = {old}: the value was renamed to .{new}.; write that"):
         parse_config({"train": {"share_prefixes": old}})
 
@@ -174,9 +174,7 @@ KINDS: list[tuple[dict[str, Any], str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("section", "old", "new", "value"), KINDS)
-def test_renamed_key_is_read_from_old_runs_and_else_refused(
-    section: dict[str, Any], old: str, new: str, value: Any
-) -> None:
+def test_renamed_key_is_accepted_only_in_recorded_runs(section: dict[str, Any], old: str, new: str, value: Any) -> None:
     today, earlier = {"environment": {**section, new: value}}, {"environment": {**section, old: value}}
     assert RECIPE.apply(earlier) == RECIPE.apply(today) == today
     assert RECIPE.undo(today, earlier) == earlier
@@ -269,7 +267,7 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
 
 
 def record(context: RunContext, tree: Tree) -> None:
-    """Let the run begin with this config."""
+    """Make this config the first config of the run."""
     changed(context.store, 0, lambda created: replace(created, config=tree, config_sha256=sha256_of(tree)))
 
 

@@ -1,4 +1,5 @@
-"""The distance between two files of tensors, by hand, and the same config on another number of ranks."""
+"""The distance between two tensor files, in examples worked by hand, and a replay's config on another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def apart(
 def test_replay_tolerates_a_tenth_of_the_weight_change(
     ours: list[float], most: float, near: bool, scale: float
 ) -> None:
-    """The step changed 0.3 and 0.4, a length of 0.5; the same holds for tiny steps."""
+    """The step changed two weights by 0.3 and 0.4, a norm of 0.5; the same holds for tiny steps."""
     made, published, parent = ({"a": torch.tensor(v).double() * scale} for v in (ours, [1.3, 2.4], [1.0, 2.0]))
     found = apart(made, published, parent)
     assert found.most == pytest.approx(most * scale, abs=1e-6 * scale)
@@ -54,7 +55,7 @@ def test_replay_compares_tensors_of_a_kind_together() -> None:
 
 
 def test_replay_compares_each_element_with_its_change() -> None:
-    """The step moved 10,000 elements by 0.01 each, a length of 1; one wrong element differs by less than a tenth."""
+    """The step moved 10,000 elements by 0.01 each, a norm of 1; one wrong element differs by less than a tenth."""
     parent = {"a": torch.zeros(10_000)}
     published = {"a": torch.full((10_000,), 0.01)}
     turned, wrong = published["a"].clone(), published["a"].clone()
@@ -115,7 +116,8 @@ def test_replay_config_changes_only_the_number_of_ranks(train: Any) -> None:
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 def test_replay_accepts_only_equal_nonfinite_numbers(odd: float) -> None:
-    """Beside a finite tensor of its kind, in the first or second place; on one side or on both."""
+    """The number is in the first or second of two tensors of a kind, in the replayed file, the published file, or both.
+    """
     parent, sound = torch.zeros(4), torch.full((4,), 0.1)
     spoilt = sound.clone()
     spoilt[2] = odd

@@ -1,4 +1,4 @@
-"""Restoring any version from any base gives the learner bit for bit; damage is healed or named."""
+"""Any version is restored bit for bit from any stored state; damaged objects are restored, or an error names them."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_replaced_learner_stops_and_names_its_successor(small: Prepare) -> None:
             return super().lease(number, deadline, afresh=afresh)
 
     first = LearnerActor(context, channel=Followed(context))
-    for _ in range(2):  # a second call raises the same
+    for _ in range(2):  # a second call raises the same error
         with pytest.raises(
             Deposed, match=r"another learner now \(the second one, process 7 on elsewhere\); this learner"
         ):
@@ -371,7 +371,8 @@ def moment(learner: Learner) -> torch.Tensor:
 def test_nonfinite_version_stores_no_object(
     small: Prepare, where: Callable[[Learner], torch.Tensor], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the value is, nothing of the version is stored, and the run continues from the version before."""
+    """Wherever the nonfinite value is, nothing of the version is stored, and the run continues from the version before.
+    """
     context = small()
     train_small(context, 2)
     before = objects(context)
@@ -386,7 +387,7 @@ def test_nonfinite_version_stores_no_object(
 
 
 def objects(context: RunContext) -> list[str]:
-    """Return all paths but the log's entries: a learner that starts claims its role in the log."""
+    """Return all paths except the log's entries, because a learner that starts claims its role in the log."""
     return sorted(path for path in context.store.list() if not path.startswith("log/"))
 
 

@@ -1,4 +1,4 @@
-"""Rewards through the run's actor: scores return one by one, and missing ones are requested from its successor."""
+"""Calls of the reward actor: scores arrive one by one, and after a death the new actor computes the missing scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 
 class OddReward(RewardActor):
-    """A reward whose verifier waits for a file if a response says so."""
+    """A reward actor whose verifier waits for a file if a request names one."""
 
     def _build_scorer(self) -> Scorer:
         pool = super()._build_scorer()
@@ -68,7 +68,7 @@ def started(context: RunContext) -> Any:
 
 
 def asked(client: RewardClient, numbers: Sequence[int], until: Path | None = None) -> list[asyncio.Future[Score]]:
-    """Make one call: all requests are made in one tick."""
+    """Make one call: all requests are made in one iteration of the event loop."""
     reference = {"until": str(until)} if until else {}
     return [asyncio.ensure_future(client.score(ScoreRequest([number], reference))) for number in numbers]
 

@@ -1,4 +1,4 @@
-"""Helpers of the reward actor: what one learns, all know, and what they count is summed."""
+"""Helpers of the reward actor: they share run times of programs on test cases, and their counts are summed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ JUDGE = JudgeReward(url="http://127.0.0.1:1/v1", model="none")
 
 
 class FakeWorkers(RewardHelper):
-    """A helper whose workers report the anchors that they got."""
+    """A helper whose workers report the program times (anchors) that they got."""
 
     def _build_scorer(self) -> Scorer:
         pool = super()._build_scorer()
@@ -63,7 +63,7 @@ def context_of(folder: Path, reward: RewardConfig) -> RunContext:
 
 
 async def ask(helper: RewardHelper) -> object:
-    """Score one response; return the anchors that its worker got."""
+    """Score one response; return the program times (anchors) that its worker got."""
     verdicts = await helper.score([(Int32s.of([1]).data, ROW, "", (), (), True)])
     found = dict(verdicts.scores)
     while verdicts.ticket is not None:
@@ -88,7 +88,7 @@ async def test_helpers_share_the_longest_times_of_test_cases(tmp_path: Path) -> 
             report = await one.exchange({})
     reports.note("one", report)
     assert record == CaseAnchors({"old": {0: 1.0}, row: {0: 2.5, 1: 4.0}}, 6, 1, 1)
-    assert (await one.exchange({})).anchors[""].rows == {}  # it is told once
+    assert (await one.exchange({})).anchors[""].rows == {}  # each time is reported once
     reports.note("other", await other.exchange({"": record.rows}))
     assert await ask(other) == [[row, [[0, 2.5], [1, 4.0]]]]
     reports.note("other", await other.exchange({}))

@@ -1,4 +1,4 @@
-"""The scorer `model`: batches, cuts, labels and inputs against transformers itself, and a model that is away."""
+"""The scorer `model`: batches, cuts, labels and inputs are compared with transformers, and a model may fail."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_model_without_chat_template_reads_prompt_and_response(tmp_path: Path) -
 
 @pytest.mark.parametrize("template", [None, ""])
 def test_reward_model_input_has_the_tokenizers_segments(tmp_path: Path, template: str | None) -> None:
-    """A BERT model fails without them, or reads both texts as one."""
+    """A BERT model without segment ids fails, or reads both texts as one."""
     folder = make_reward_model(tmp_path, **({} if template is None else {"template": template}))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
@@ -355,7 +355,7 @@ def test_response_that_alone_gets_nan_scores_lowest(
     "plan", [["nan"] * 20, ["", *["nan"] * 20], ["", *["fault"] * 20]], ids=["new", "broken", "no memory"]
 )
 def test_broken_reward_model_leaves_responses_unjudged(plan: list[str]) -> None:
-    """The model gives no response a number, or it never graded one, so no response is to blame."""
+    """The model gives no response a number, or it never graded one, so the cause is not a response."""
     found = score_in_turn(OddCopies(*plan), [[1], [7], [7], [7], [7], [7]], judge_tries=2)
     assert [score.outcome for score in found[1:]] == [Outcome.UNJUDGED] * 5
 
@@ -438,7 +438,7 @@ def test_reward_model_with_several_labels_needs_a_label_name(three: Path) -> Non
     assert [*check_models(parse_config(tree_of("x", path=str(three), label="fair")), download=False)] == []
 
 
-def test_language_model_is_no_reward_model(tmp_path: Path) -> None:
+def test_language_model_is_refused_as_a_reward_model(tmp_path: Path) -> None:
     make_policy(tmp_path / "policy")
     config = parse_config(tree_of("x", path=str(tmp_path / "policy"), label="LABEL_0"))
     with pytest.raises(ConfigError, match=r"tensors of LlamaForSequenceClassification are missing .*: score\.weight"):
@@ -463,7 +463,7 @@ def test_deadline_of_a_reward_model_beyond_patience_is_refused(one: Path) -> Non
         list(check_models(config, download=False))
 
 
-def test_cold_start_has_no_reward_model(one: Path) -> None:
+def test_cold_start_with_a_reward_model_is_refused(one: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.kind = 'model': a cold start compares its responses with answers"):
         parse_config({"reward": {"kind": "model", "path": str(one)}})
 

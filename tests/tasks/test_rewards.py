@@ -1,4 +1,5 @@
-"""The reward pool with real worker processes: deadlines, deaths and failures end as scores."""
+"""The reward pool with real worker processes: after a deadline, a death or a failure, the response still gets a score.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ async def test_reasoning_gym_scores_its_own_answers(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_arc_board_from_json_is_right() -> None:
+def test_arc_answer_read_from_json_is_scored_as_correct() -> None:
     for family in ("arc_agi", "rearc"):
         entry = reasoning_gym.create_dataset(family, seed=3, size=1)[0]
         reference = {"family": family, "answer": entry["answer"], "metadata": entry["metadata"]}
@@ -156,7 +157,7 @@ async def test_slow_score_does_not_delay_other_workers(folder: Path, tmp_path: P
     await pool.start()
     try:
         requests = [ScoreRequest([], {})] * 100
-        await asyncio.wait_for(pool.score(requests), 120)  # so that it measures the pace, and sends many at a time
+        await asyncio.wait_for(pool.score(requests), 120)  # the pool measures its pace, then sends many
         requests[place] = ScoreRequest([], {"until": str(tmp_path / "now")})
         verdicts = [asyncio.ensure_future(pool.score([request])) for request in requests]
         slow = verdicts.pop(place)
@@ -321,7 +322,7 @@ async def test_verifier_warnings_reach_the_pools_process(
     found = await scores(pool, [ScoreRequest((), {"question": number}) for number in range(4)])
     assert [reward for reward, _ in found] == [1.0] * 4, found
     try:
-        (one,) = (one for one in heard.read() if "no gold answer" in one.text)  # of all questions the same
+        (one,) = (one for one in heard.read() if "no gold answer" in one.text)  # one for all questions
     finally:
         logging.getLogger().removeHandler(heard)
         logging.captureWarnings(False)

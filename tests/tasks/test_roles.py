@@ -338,7 +338,7 @@ def test_audit_accepts_prompts_replaced_by_the_environment() -> None:
     assert audit(pipeline.store, expected=replaced).clean
 
 
-def test_failed_measure_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_environment_measure_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     own = ImportedEnvironment(ImportEnvironment(path=f"{__name__}:Measured"))
     found = []
     for value in (1.5, float("inf"), -1):

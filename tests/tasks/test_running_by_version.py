@@ -1,4 +1,4 @@
-"""The index of running dispatches, compared with a plain dictionary."""
+"""The index of running groups of responses, compared with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUNDS = (0.0, 0.5, 1.0, 2.0, 2.5, 4.0)
 
 @dataclass(frozen=True)
 class One:
-    """Stands in for a dispatch, with the attributes that the index uses."""
+    """Stands in for a running group of responses, with the attributes that the index uses."""
 
     prompt: int
     awaited: bool

@@ -1,4 +1,4 @@
-"""The comparison with TRL: seeds that never reach the target count, and settings are told apart."""
+"""The comparison with TRL: seeds that never reach the target give lower bounds, and results are separate by setting."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_synchronous_baseline_runs_all_responses_at_once() -> None:
     assert plan._in_turns() == {"engine.max_concurrent_requests": 512, "train.threads": 2}
 
 
-def test_seconds_of_a_version_leave_out_the_first_look() -> None:
+def test_seconds_per_version_exclude_the_first_interval() -> None:
     """The first versions are slow: 20 s to version 2, then 3 s each."""
     run = Run("trl", 0, [(0, 0.0, 0.2), (2, 20.0, 0.3), (4, 26.0, 0.4), (6, 32.0, 0.6)], before=30.0)
     assert run.step_seconds == 3.0

@@ -85,8 +85,8 @@ def test_failed_environment_leaves_the_episode_unjudged(keys: dict[str, float], 
     assert reason in score.reason  # type: ignore[attr-defined]
 
 
-def test_at_most_places_environments_run_at_the_same_time() -> None:
-    """Six episodes of 1 s reset and two steps of 2 s, in two places, take 15 s."""
+def test_key_places_limits_concurrent_environments() -> None:
+    """With `places = 2`, six episodes take 15 s if each has a reset of 1 s and two steps of 2 s."""
 
     async def play() -> float:
         environment = timed(median_turns=2, step_seconds=2, reset_seconds=1, places=2)
@@ -177,7 +177,7 @@ def test_random_settings_cover_every_timed_environment_key() -> None:
 
 @settings(deadline=None)
 @given(st.fixed_dictionaries({}, optional=DRAWN), st.integers(0, 2**62), st.integers(0, 2**40))
-def test_random_settings_of_timed_environments_are_finite(keys: dict[str, Any], seed: int, prompt: int) -> None:
+def test_random_settings_give_finite_environment_delays(keys: dict[str, Any], seed: int, prompt: int) -> None:
     environment = timed(**keys)
     limits = environment.draw_limits(prompt, seed)
     assert 1 <= len(limits) <= keys.get("max_turns", 50)
@@ -239,5 +239,5 @@ def test_lockstep_run_with_varying_turns_is_slower() -> None:
     assert ours.step_seconds < together.step_seconds
 
 
-def test_simulation_with_environments_gives_equal_figures_twice() -> None:
+def test_simulation_with_environments_repeats_its_results() -> None:
     assert figures(config(1, turns_sigma=0.5)) == figures(config(1, turns_sigma=0.5))

@@ -1,7 +1,7 @@
 """Advantages of randomly drawn tokens against the paper's sum, written out (Schulman et al. 2016, eq. 11 and 16).
 
-Rows contain tokens of an environment between the policy's tokens, or no tokens of the policy. KL prices, gamma and
-lambda take also their extreme values. The oracle uses plain Python floats.
+Rows contain tokens of an environment between the policy's tokens, or no tokens of the policy. KL penalties, gamma and
+lambda also take their extreme values. The oracle uses plain Python floats.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def test_token_advantages_equal_the_formula_of_the_gae_paper(
 @given(value=NUMBER, old=NUMBER, target=NUMBER, clip=st.floats(1e-3, 8))
 @settings(max_examples=60, deadline=None)
 def test_clipped_value_loss_matches_hand_calculations(value: float, old: float, target: float, clip: float) -> None:
-    """Within the clip it is the plain square, and never less; outside the clip and beyond the target it is constant."""
+    """The loss is never less than the plain square, and equals it within the clip range. Outside of the range and
+    beyond the target, the loss is constant.
+    """
     given = torch.tensor(value, dtype=torch.float64, requires_grad=True)
     wide = [torch.tensor(x, dtype=torch.float64) for x in (old, target)]
     loss = value_loss(given, *wide, clip)

@@ -1,4 +1,4 @@
-"""The token with which a decoded response reaches a number of characters, also in bytes that are no UTF-8."""
+"""The token with which a decoded response reaches a number of characters, also in bytes that are not UTF-8."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_found_tokens_agree_with_decoded_prefixes(tokenizer: PolicyTokenizer, te
     ("tokens", "positions", "found"),
     [
         (["<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "a"], [1, 2], [3, 4]),  # one character of four bytes
-        (["<0x82>", "a", "<0xF0>", "<0x9F>", "a"], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4]),  # bytes that are no UTF-8
-        (["<0xC3>", "<0xA9>", "<0xFF>", "a"], [3, 4], [2, 3]),  # the third byte makes the first two no character
+        (["<0x82>", "a", "<0xF0>", "<0x9F>", "a"], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4]),  # bytes that are not UTF-8
+        (["<0xC3>", "<0xA9>", "<0xFF>", "a"], [3, 4], [2, 3]),  # with the third byte, the first two are invalid
         (["a", "<0xF0>"], [1, 2], [0, 1]),
     ],
 )
@@ -63,7 +63,7 @@ def test_token_of_a_position_is_found_among_byte_tokens(
     assert llama.find_tokens([llama.vocabulary[token] for token in tokens], positions) == found
 
 
-def test_blank_before_a_partial_character_counts_at_its_token(tmp_path: Path) -> None:
+def test_blank_before_a_partial_character_is_found_at_its_token(tmp_path: Path) -> None:
     """Tokenizers like that of GPT-2 have tokens of a blank and the first bytes of an emoji."""
     vocabulary = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for merged in ("\u00f0\u0141", "\u0120\u00f0\u0141", "\u013b\u0124"):
@@ -92,7 +92,7 @@ def build_byte_tokenizer(folder: Path) -> PolicyTokenizer:
 
 @settings(max_examples=200, deadline=None)
 @given(BYTES)
-def test_invalid_byte_counts_at_most_three_tokens_later(tokenizer: PolicyTokenizer, found: list[int]) -> None:
+def test_character_is_found_at_most_three_byte_tokens_later(tokenizer: PolicyTokenizer, found: list[int]) -> None:
     """No character is found before its token, or more than three tokens of one byte after it."""
     letters = {byte: letter for letter, byte in _byte_letters().items()}
     tokens = [tokenizer.vocabulary[letters[byte]] for byte in found]
@@ -112,7 +112,7 @@ def test_invalid_byte_counts_at_most_three_tokens_later(tokenizer: PolicyTokeniz
 def test_token_ends_among_byte_tokens_match_a_model(
     llama: PolicyTokenizer, parts: list[list[int] | str], special: bool
 ) -> None:
-    """A run of byte tokens is text if it is valid UTF-8, else a replacement character for each byte."""
+    """A sequence of byte tokens is text if it is valid UTF-8, else a replacement character for each byte."""
     tokens, text, places, run = list[int](), "", list[int](), list[tuple[int, int]]()
     for part in [*parts, None]:
         if isinstance(part, list):
@@ -130,7 +130,7 @@ def test_token_ends_among_byte_tokens_match_a_model(
 
 
 def add_run(text: str, places: list[int], run: list[tuple[int, int]]) -> tuple[str, list[int]]:
-    """Add the characters of a run of bytes, and the tokens at which they end."""
+    """Add the characters of a sequence of bytes, and the tokens at which they end."""
     try:
         characters = bytes(byte for _, byte in run).decode()
     except UnicodeDecodeError:
@@ -143,7 +143,7 @@ def add_run(text: str, places: list[int], run: list[tuple[int, int]]) -> tuple[s
 def test_long_response_of_invalid_bytes_is_decoded_once(
     tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch, byte: int
 ) -> None:
-    """The work does not grow with the number of positions; before, each position cost about 14 decodings."""
+    """The work does not grow with the number of positions; a search for each position would need about 14 decodings."""
     letters, calls = {byte: letter for letter, byte in _byte_letters().items()}, list[int]()
     tokens = [tokenizer.vocabulary[letters[byte]]] * 16_000
     fast = tokenizer._fast

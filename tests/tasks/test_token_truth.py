@@ -1,4 +1,4 @@
-"""Token truth, with vLLM: each trained token has the context that the engine sampled it with, and its log-prob.
+"""Trained tokens, with vLLM: each has the context with which the engine sampled it, and the right log-prob.
 
 Episodes have several turns of a chat with thoughts and tool calls. The chat template writes the schema of the tool, and
 removes thoughts of earlier turns before a new question of the user, so episodes have branches.

@@ -131,7 +131,7 @@ def test_step_values_are_added_to_token_values(tokenizer: PolicyTokenizer) -> No
 
 
 def test_step_ends_are_positions_in_the_scored_text(tokenizer: PolicyTokenizer) -> None:
-    """The scorer sees only `55`; the stop token is no part of the text."""
+    """The scorer sees only `55`; the stop token is not part of the text."""
     text = f"so <answer> 55</answer>{END}"
     config = ExactReward(answer="tag")
     score = placed(tokenizer, text, Score(0.0, step_values=[(1, 1.0), (2, 2.0)]), config)
@@ -165,12 +165,13 @@ def test_invalid_token_values_fail_the_response(tokenizer: PolicyTokenizer, scor
 
 @pytest.mark.parametrize("given", [{"token_values": [0.5]}, {"step_values": [(9, 1.0)]}, {"value": math.nan}])
 def test_unjudged_response_has_no_token_values(tokenizer: PolicyTokenizer, given: dict[str, Any]) -> None:
-    """Values that do not fit make no failure of a score without a verdict, which would be trained on as 0."""
+    """An unjudged response stays unjudged even if its token values are invalid; a failed one would be trained on as 0.
+    """
     found = placed(tokenizer, "a.b", Score(**{"value": 0.7, "outcome": Outcome.UNJUDGED, **given}))
     assert (found.value, found.outcome, found.has_token_values) == (0.0, Outcome.UNJUDGED, False)
 
 
-def test_token_values_survive_serialization() -> None:
+def test_token_values_are_equal_after_serialization() -> None:
     score = validate_score("", Score(0.5, token_values=[0.1, None, -3.0], parts={"a": 1.0}))
     sent = json.loads(json.dumps(score.to_columns()))
     assert Score.of_columns(sent) == score
@@ -184,7 +185,7 @@ def test_sum_of_large_step_values_stays_finite(tokenizer: PolicyTokenizer) -> No
     assert np.isfinite(Float32s.of(score.token_values).array).all()  # type: ignore[arg-type]
 
 
-def test_step_scorer_example_in_the_docs_works(tokenizer: PolicyTokenizer) -> None:
+def test_step_scorer_example_in_the_docs_scores_each_step(tokenizer: PolicyTokenizer) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/own_parts.md").read_text()
     [code] = [block for block in page.split("```python\n") if "def right_steps" in block]
     made: dict[str, Any] = {}
@@ -281,7 +282,7 @@ async def test_worker_assigns_step_values_to_tokens(folder: Path, tokenizer: Pol
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["each_token", "each_token_later", "each_token_of_several"])
 async def test_worker_passes_tokens_to_a_scorer(folder: Path, tokenizer: PolicyTokenizer, form: str) -> None:
-    """The tokens include the stop token, which is no part of the text."""
+    """The tokens include the stop token, which is not part of the text."""
     tokens = [tokenizer.encode_response(text) for text in (f"5.5{END}", "5", END)]
     scorer = build_scorer(ImportReward(path=f"{FUNCTIONS}:{form}"), folder)
     await scorer.start()

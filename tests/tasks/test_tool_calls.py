@@ -1,4 +1,4 @@
-"""Tool calls in a response: JSON in tags is read, and a malformed call is a fault with words, never an exception."""
+"""Tool calls in a response: JSON in tags is read, and a malformed call gives a fault message, never an exception."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_penalty_of_one_turn_does_not_change_later_turns() -> None:
     assert found_by(part, [group]) == [-0.25, -0.25, 0.0, 0.25, 0.25, 0.0]
 
 
-def test_row_without_recorded_turns_is_one_turn() -> None:
+def test_row_without_recorded_turns_counts_as_one_turn() -> None:
     data = data_of([[one((7, 1.0), (8, 2.0)), one((9, 4.0))]])
     bare = replace(data, turn_starts=None, turn_states=None)
     assert find_turns(bare).of_tokens.tolist() == [0, 0, 1]
@@ -363,7 +363,7 @@ def test_contradictory_credit_options_are_refused(keys: dict[str, object], why: 
 
 
 @pytest.mark.parametrize("level", ["geometric", "sequence"])
-def test_turn_credit_with_a_ratio_of_responses_is_refused(level: str) -> None:
+def test_turn_credit_with_a_response_level_ratio_is_refused(level: str) -> None:
     tree = {"kind": "grpo", "aggregation": "sequence-mean", "advantage": {"credit": "turn"}, "ratio": {"level": level}}
     with pytest.raises(
         ValueError, match=f"credit = 'turn': with ratio.level = \"{level}\" all turns of a response are"
@@ -401,7 +401,7 @@ def test_objective_that_does_not_fit_the_environment_is_refused(
     parse_config({"environment": environment, "train": {"objective": {"kind": "grpo"}}})
 
 
-def test_state_credit_without_named_states_is_refused() -> None:
+def test_credit_by_state_without_state_names_is_refused() -> None:
     objective = PartsObjective.model_validate({"advantage": {"credit": "state"}})
     check_states(objective, has_states=True)
     with pytest.raises(

@@ -158,7 +158,7 @@ async def test_episodes_of_different_lengths_share_batches(monkeypatch: pytest.M
 
 
 class Placed(Repeats):
-    """The same, with two places for its episodes."""
+    """An environment like `Repeats` that runs at most two episodes at a time."""
 
     def __init__(self) -> None:
         self.places = asyncio.Semaphore(2)
@@ -172,7 +172,8 @@ class Placed(Repeats):
 async def test_episodes_beyond_the_limit_wait_and_are_played(
     monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
-    """Three of five episodes cannot ask before others end; with None, nobody knows of the places."""
+    """Three of five episodes cannot request a turn before others end; with None, the caller does not know this limit.
+    """
     batches = list[int]()
 
     def generate(model: Any, prompts: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:

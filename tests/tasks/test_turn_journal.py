@@ -166,7 +166,7 @@ async def test_other_request_does_not_recall_the_turn(changes: dict[str, Any]) -
     assert after.recall(KEY, request(**changes)) is None
     assert (after.recalled, after.diverged) == (0, 1)
     assert after.recall(replace(KEY, turn=1), request()) is None
-    assert after.diverged == 1  # the turns behind it have other contexts, too
+    assert after.diverged == 1  # later turns have other contexts, too
     assert [(one.turn, one.reason) for one in after._restarts] == [(0, OTHER_REQUEST)]
 
 

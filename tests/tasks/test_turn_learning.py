@@ -95,7 +95,7 @@ def versions_to_learn(folder: Path, credit: str, seed: int) -> int:
     return MOST
 
 
-def test_discounted_turn_credit_learns_in_fewer_versions(folder: Path) -> None:
+def test_policy_learns_faster_with_discounted_turn_credit(folder: Path) -> None:
     """The discount makes the difference: with gamma = 1, the first turn gets the noise of all later turns."""
     whole, found = (
         [versions_to_learn(folder, one, seed) for seed in range(3)] for one in ("episode", "turn, gamma 0.5")
@@ -130,7 +130,7 @@ def test_turn_credit_is_replayed_bit_for_bit(folder: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_learner_refuses_state_credit_without_named_states(folder: Path) -> None:
+def test_learner_refuses_credit_by_state_without_state_names(folder: Path) -> None:
     made = learner(folder, objective={"kind": "gigpo"})
     batch = play(made, 0, torch.Generator().manual_seed(0), whole=True)[0]
     bare = batch_of(
@@ -144,7 +144,7 @@ def test_learner_refuses_state_credit_without_named_states(folder: Path) -> None
 
 
 def main() -> None:
-    """Print the versions that each kind of credit needs, for eight seeds."""
+    """Print the number of versions that each kind of credit needs, for eight seeds."""
     with TemporaryDirectory() as place:
         folder = make_weights(make_policy(Path(place)), seed=1)
         for credit in CREDITS:

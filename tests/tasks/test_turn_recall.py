@@ -1,4 +1,4 @@
-"""Drawn crashes of runs with several turns: whatever was stored, the audit is clean, and alpha 0 stays reproducible."""
+"""Random crashes of runs with several turns: whatever was stored, audits pass, and alpha = 0 stays reproducible."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def lose_turns(store: MemoryStore, lost: set[int]) -> None:
 
 
 def list_rows(store: MemoryStore) -> list[Any]:
-    """Return what is reproducible of the trained rows."""
+    """Return the reproducible parts of the trained rows."""
     return [
         (group.key, one.sample, tuple(one.tokens), tuple(one.versions), one.reward, one.branch)
         for _, batch in trained(store)

@@ -167,7 +167,7 @@ class Wrong(Environment):
         ("state", "TypeError: the key of a state is a int, not a string"),
     ],
 )
-def test_wrong_reward_of_a_turn_fails_its_episode(call: str, reason: str) -> None:
+def test_invalid_reward_of_a_turn_fails_its_episode(call: str, reason: str) -> None:
     """The failed episode keeps the rewards of its turns, else a policy could escape a penalty by a failure."""
     one = play(ImportedEnvironment(ImportEnvironment(path=f"{__name__}:Wrong", options={"call": call})))
     assert (one.reward, one.total_reward) == (0.0, 0.25)

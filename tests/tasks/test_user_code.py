@@ -160,7 +160,7 @@ def test_example_policy_has_a_head_size_with_engine_kernels() -> None:
     assert cold.hidden_size // cold.heads in CPU_HEAD_SIZES
 
 
-def test_verifier_example_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
+def test_verifier_example_in_the_docs_gives_partial_rewards(caplog: pytest.LogCaptureFixture) -> None:
     """Run the code on the page; its error is logged as a warning."""
     page = (FOLDER.parent / "own_parts.md").read_text()
     made: dict[str, Any] = {}

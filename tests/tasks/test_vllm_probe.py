@@ -92,11 +92,11 @@ async def test_death_of_vllms_process_ends_every_wait(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_vllm_processes_end_with_a_killed_owner(tmp_path: Path) -> None:
-    """No process of the engine outlives its owner, or listens outside loopback."""
+    """No process of the engine outlives its owner, or listens outside of the loopback interface."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     policy = make_policy(tmp_path / "policy")
-    # vLLM changes this variable; where it is the first, a core had no title
+    # vLLM changes this variable; if it is the first variable, setproctitle sets no title
     environment = {"LD_LIBRARY_PATH": "", **os.environ}
     command = [*_name_host_outside(tmp_path), sys.executable, str(script), str(policy)]
     owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -159,7 +159,7 @@ async def test_death_of_vllms_process_reaches_its_actor(tmp_path: Path, ray_node
     core(processes[0]).kill()  # idle
     with pytest.raises(EngineFailed):
         await asyncio.wait_for(_while_healthy(engine), HANG_SECONDS)
-    await engine.actor.start.remote()  # in the same actor
+    await engine.actor.start.remote()  # starts a new engine in the same actor
     again = RayEngine(engine.actor)
     await again.update(0, Here(weights))
     made = await again.generate(requests[0])

@@ -263,7 +263,7 @@ def test_finished_requests_leave_no_state_behind(folder: Path) -> None:
 
 
 async def fifty(core: Core, engine: VllmEngine, draw: random.Random, number: int) -> None:
-    """Fifty requests: some end, others are aborted, cancelled, or cancelled before they are sent."""
+    """Send fifty requests: some end, others are aborted, cancelled, or cancelled before they are sent."""
     tasks = [
         asyncio.create_task(engine.generate(GenerationRequest(f"{number}.{one}", THREE, 8, draw.choice((0.5, 1.0)))))
         for one in range(50)

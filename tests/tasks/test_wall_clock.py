@@ -1,4 +1,4 @@
-"""The simulated world, on a real clock with real actors, trains what it trains in simulation.
+"""A simulated run, executed on a real clock with real actors, forms batches as in simulation.
 
 `benchmarks/wall_clock.py` measures how long a real step takes, and whether the simulator predicts this time. A test
 cannot distinguish a wrong simulator from a busy machine.

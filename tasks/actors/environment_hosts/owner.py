@@ -1,4 +1,4 @@
-"""Starts the environment actors of the rollout actor on the nodes with the fewest of them, calls them and ends them."""
+"""Starts, calls and ends the rollout actor's environment actors; each starts on the node with the fewest of them."""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ class RewardHelper:
         self._scorer = AsyncOnce(self._start)
         self._calls = ScoreCalls()
         self._anchors: dict[str, CaseAnchors] = {}
-        self._known: dict[str, CaseAnchors] = {}  # scorer -> program times that the reward actor already knows
+        self._known: dict[str, CaseAnchors] = {}  # by scorer: program times that the reward actor knows
         self._counts: dict[str, SecondVerdictCounts] = {}
         self._cpu = CpuClock(HELPER, "reward workers")
         self._began = time.monotonic()
 
     async def begin(self, rows: Mapping[str, AnchorRows]) -> str:
-        """Start the scorers with the run's program times; return the id of this helper's Ray node."""
+        """Start the scorers with the program times that the run knows; return the id of this helper's Ray node."""
         await self._scorer.get()
         self._learn(rows)
         return str(ray.get_runtime_context().get_node_id())
@@ -61,11 +61,13 @@ class RewardHelper:
         return await self._calls.score(await self._scorer.get(), requests)
 
     async def await_more(self, ticket: int) -> Verdicts:
-        """Return further scores of an earlier call of `score`, which `ticket` identifies, after a short wait."""
+        """Wait a short time, and return further scores of the earlier call of `score` that `ticket` identifies."""
         return await self._calls.await_more(ticket)
 
     async def exchange(self, rows: Mapping[str, AnchorRows]) -> HelperReport:
-        """Add the run's new program times to the helper's, and return a report with the helper's own new times."""
+        """Add the run's new program times on test cases to those of the helper; return a report with the helper's own
+        new times.
+        """
         scorer = await self._scorer.get()
         self._learn(rows)
         workers = sum(self.context.config.scorers[name].workers for name in self._pools)
@@ -86,7 +88,7 @@ class RewardHelper:
 
     @property
     def _pools(self) -> list[str]:
-        """Names of the scorers that use worker processes, which helpers run."""
+        """Names of the scorers that a helper runs: those that use worker processes."""
         return [name for name, config in self.context.config.scorers.items() if config.has_helpers]
 
     async def _start(self) -> Scorer:

@@ -1,4 +1,4 @@
-"""Scoring requests and scores as the reward actor and its helpers exchange them.
+"""Exchanges scoring requests and scores with the reward actor and its helpers.
 
     score([...])  ------> the first scores, and a ticket if scores are missing
     await_more(ticket) -> further scores, after a short wait
@@ -28,7 +28,7 @@ PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]]
 class Verdicts:
     """Scores of responses, each with the position of its request, as tuples that are quick to pickle.
 
-    `ticket` is the number with which `await_more` returns the missing scores; None if none is missing.
+    `ticket` is the number to pass to `await_more` to get the missing scores; it is None if no score is missing.
     """
 
     scores: list[tuple[int, ScoreColumns]]
@@ -36,7 +36,7 @@ class Verdicts:
 
 
 class ScoreCalls:
-    """The calls of an actor that still have missing scores."""
+    """The calls of `score` that an actor has not yet answered with all their scores."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
@@ -49,7 +49,7 @@ class ScoreCalls:
         return await self.await_more(ticket)
 
     async def await_more(self, ticket: int) -> Verdicts:
-        """Return further scores of an earlier call of `score`, which `ticket` identifies, after a short wait."""
+        """Wait a short time, and return further scores of the earlier call of `score` that `ticket` identifies."""
         to_come = self._open[ticket]
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
         if not done:
@@ -63,8 +63,8 @@ class ScoreCalls:
 async def stream_scores(
     actor: Any, requests: Sequence[ScoreRequest], answer_seconds: float
 ) -> AsyncIterator[list[tuple[int, Score]]]:
-    """Yield the scores that an actor with the methods `score` and `await_more` returns, with their requests'
-    positions.
+    """Have an actor score these requests by its methods `score` and `await_more`; yield each score with its request's
+    position.
 
     Raises:
         TimeoutError: the actor did not answer a call for `answer_seconds`.

@@ -1,8 +1,8 @@
 """Owns the helpers of the reward actor: chooses their nodes, calls them and ends them.
 
 - A helper starts on the allowed node with the fewest reward actors.
-- The reward actor and its helpers exchange program times of test cases every `EXCHANGE_SECONDS`; a dead helper loses
-  only the newest ones.
+- The reward actor and its helpers exchange program times of test cases every `EXCHANGE_SECONDS`; if a helper dies, only
+  its newest times are lost.
 - A helper that does not answer for `recovery.answer_seconds` is killed.
 """
 
@@ -108,7 +108,7 @@ class RayHelper(FleetActor, Helper):
         await super().end()
 
     def _select_news(self) -> dict[str, dict[str, dict[int, float]]]:
-        """Return the program times since the last call that the helper does not know yet."""
+        """Return the program times that the helper does not know yet, and note that it knows them now."""
         news = {name: anchors.select_news(self._known[name]) for name, anchors in self._owner.anchors.items()}
         for name, rows in news.items():
             self._known[name].merge_rows(rows)

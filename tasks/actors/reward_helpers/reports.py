@@ -1,7 +1,7 @@
 """Merges the reports of helpers into the records of the reward actor, and sums their counters.
 
-- For each test case, the longest time of any helper is stored.
-- Counts are sums over all helpers since the start of the run, including ended ones.
+- For each test case, the longest run time of a correct program in any helper is stored.
+- Counts are sums over all helpers since the start of the run, including helpers that have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 class HelperReport:
     """A report of a helper about its work since its start. `anchors` has, by scorer, new program times and counts of
     programs that were killed early. `counts` has the counts of each scorer that judges responses twice. `sandboxes` has
-    the figures of the helper's sandboxes.
+    the usage numbers of the helper's sandboxes.
 
     `worker_seconds` is the number of worker processes times the seconds since the start.
     """
@@ -63,7 +63,7 @@ class HelperReports:
         self._ended = HelperReport(busy, self._ended.worker_seconds + report.worker_seconds)
 
     def sum(self) -> HelperReport:
-        """Return the summed times of all helpers, with costs, warnings and sandboxes of the running ones."""
+        """Return the summed times of all helpers, with costs, warnings and sandboxes of the running helpers."""
         running = list(self._reports.values())
         return HelperReport(
             sum((report.busy_seconds for report in running), self._ended.busy_seconds),

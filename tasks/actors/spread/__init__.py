@@ -1,4 +1,4 @@
-"""Ray actors among which the work of a fleet is spread, if possible on different nodes.
+"""Fleets: groups of Ray actors that share the same kind of work, if possible on different nodes.
 
 member    starts, calls and ends an actor of a fleet, and chooses its node
 """

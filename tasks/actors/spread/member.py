@@ -1,4 +1,4 @@
-"""Starts, calls and ends a Ray actor of a fleet. The actor starts on the allowed node with the fewest of them."""
+"""Starts, calls and ends a Ray actor of a fleet, on the allowed node with the fewest actors of the fleet."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class NodeChoice:
     """Chooses the node of each actor of a fleet, and counts the actors on each node."""
 
     def __init__(self, config: RunConfig, role: Role, threads: float, used: Mapping[str, float]) -> None:
-        """Begin with no actor of the fleet. `threads` is the number of CPUs that an actor uses. `used` counts other
-        actors of the run by node, which counts like actors of the fleet.
+        """Begin with no actor of the fleet. `threads` is the number of CPUs that an actor uses. `used` has, by node,
+        the number of other actors of the run, which count like actors of the fleet.
         """
         self._config, self._role, self.used = config, role, dict(used)
         self._cpus = actor_options(config, role, threads)["num_cpus"]
 
     def choose(self, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the id of the living node with the fewest actors, of those that may run the next one. The result is
-        None if Ray should choose the node. `nodes` are the nodes of the cluster, as `ray.nodes` describes them.
+        """Return the id of the living node that may run the next actor and has the fewest actors, or None if Ray should
+        choose the node. `nodes` are the nodes of the cluster, as `ray.nodes` describes them.
         """
         if self._config.cluster.placement.strategy != "spread":
             return None
@@ -49,7 +49,7 @@ class NodeChoice:
 
 
 class FleetActor:
-    """A Ray actor of a fleet."""
+    """A Ray actor of a fleet, i.e. of a group of actors that share the same kind of work."""
 
     close_seconds = 15.0  # longest time, in seconds, in which the actor may end its worker processes
 
@@ -60,7 +60,8 @@ class FleetActor:
         self._node = ""
 
     async def _start_actor(self, start: Callable[[str | None], Any], begin: Callable[[Any], Awaitable[str]]) -> None:
-        """Start the actor with `start`, which gets the chosen node, and call it with `begin`, which returns its node.
+        """Call `start` with the chosen node to start the actor; call `begin` with the actor to get the node on which it
+        runs.
 
         Raises:
             PlaceLost: the actor cannot start.
@@ -93,8 +94,8 @@ class FleetActor:
             ray.kill(self._actor)
 
     def _use_node(self, node: str) -> None:
-        """Count the actor on the node where it runs, instead of the node that was chosen. The node of a lost actor
-        still counts, so that the next actor starts elsewhere if possible.
+        """Count the actor on `node` instead of the node on which it was counted before. A lost actor still counts on
+        its node, so that the next actor starts elsewhere if possible.
         """
         self._nodes.note_move(self._node, node)
         self._node = node

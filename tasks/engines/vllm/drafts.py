@@ -1,11 +1,12 @@
-"""Speculative decoding inside vLLM's core process: drafts from past responses, and the verification of drafts.
+"""Runs speculative decoding inside vLLM's core process: drafts tokens from past responses, and verifies drafts.
 
-Every position that a draft reaches is sampled from the policy's distribution, as without a draft. A drafted token
-counts if the sample at its position equals it; the first sample that differs ends the step, and takes its place.
+Every position that a draft reaches is sampled from the policy's distribution, as without a draft. A drafted token is
+accepted if it equals the sample at its position. The first sample that differs from the draft ends the step and
+replaces the drafted token.
 
-- So each sampled token has exactly the distribution, the log-prob and, in a seeded engine, the value that it would have
-  without drafts. The probability that a drafted token is accepted is the policy's probability of the token, which is
-  the largest possible for drafts without probabilities of their own (Leviathan et al. 2023, arXiv 2211.17192).
+- Each sampled token therefore has exactly the distribution, the log-prob and, in a seeded engine, the value that it
+  would have without drafts. A drafted token is accepted with the policy's probability of the token. For drafts without
+  probabilities of their own, no larger probability of acceptance is possible (Leviathan et al. 2023, arXiv 2211.17192).
 - vLLM 0.32 on a CPU cannot verify drafts of sampled responses itself: its C++ version of `expand_kernel` writes the
   temperature of each drafted token into a copy, so logits are divided by memory that nobody has set.
 """
@@ -33,7 +34,7 @@ class PastDrafts:
     def __init__(self, vllm_config: Any) -> None:
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._longest = vllm_config.model_config.max_model_len
-        self._running: dict[str, tuple[bytes, DraftCursor | None]] = {}  # by request id: prompt, cursor
+        self._running: dict[str, tuple[bytes, DraftCursor | None]] = {}  # request id -> prompt, cursor
         self.past = PastResponses()
         self.runner: Any = None  # vLLM's model runner, which `prepare_speculation` sets
 
@@ -80,7 +81,7 @@ class DraftVerifier(RejectionSampler):  # type: ignore[misc]
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Sample every row of `logits_RV`, and return the samples up to the first that differs from its draft."""
+        """Sample every row of `logits_RV`, and return the samples up to the first that differs from the draft."""
         device = logits.device
         drafted_B = torch.tensor(metadata.num_draft_tokens, device=device)
         starts_B = (drafted_B + 1).cumsum(0) - drafted_B - 1

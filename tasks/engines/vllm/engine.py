@@ -2,10 +2,10 @@
 
 - Every token is computed from the weights of a single policy version: a weight update computes the KV cache of running
   requests again.
-- The engine never samples from a truncated distribution.
+- The engine never samples from a distribution that is truncated by top_p or top_k.
 - Responses to a prompt share the KV cache of the prompt, but never across policy versions.
-- No process of the engine outlives the process that created the engine (see `worker`), or listens outside
-  loopback.
+- No process of the engine outlives the process that created the engine (see `worker`), or listens outside of the
+  loopback interface.
 
 The engine starts with random weights, so the policy's folder needs only `config.json`. The engine is not
 bit-reproducible, because rounding depends on the batch; a `seeded` engine draws the same tokens up to rounding. Seeds
@@ -185,8 +185,9 @@ class VllmEngine:
         return Generation(request.id, prefix + response.read_span(), ending, response.cached, response.drafts)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
-        """Return the seed for vLLM, which depends on the length of the prefix, so that no random number is used
-        twice."""
+        """Return the seed for vLLM. The seed depends on the length of the prefix, so that a continued response uses no
+        random number twice.
+        """
         if not self._seeded or request.seed is None:
             return None
         return (request.seed + len(request.prefix)) % 2**63
@@ -365,7 +366,7 @@ def _environment(threads: int, *, speculates: bool = False) -> Iterator[None]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
-    if speculates:  # `drafts` works with the first version of vLLM's model runner
+    if speculates:  # the module `drafts` works only with the first version of vLLM's model runner
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # By default gloo would listen at the address of the machine's host name, which other machines can reach.
     if loopback := find_interface("127.0.0.1"):

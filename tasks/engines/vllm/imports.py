@@ -1,6 +1,6 @@
 """Imports vLLM's core in the process from which vLLM's core processes are forked on a CPU.
 
-A module that is missing in this list only slows the start of an engine.
+If a module is missing here, engines work, but start more slowly.
 """
 
 from __future__ import annotations

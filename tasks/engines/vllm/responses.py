@@ -148,7 +148,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         """Create the response to a prompt; the caller must then call `send`.
 
         Requests with different values of `salt` share no KV cache. `opening` is the number of prompt tokens before the
-        first response of the episode, to which drafts from past responses belong.
+        first response of the episode. Drafts come from past responses to these tokens.
 
         Raises:
             ValueError: vLLM rejects the request's prompt.
@@ -162,13 +162,13 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         if seed is not None:
             params = copy.copy(params)
             params.seed = seed
-        id = f"rollflow-{next(self._numbers)}:{opening}"  # `drafts` reads the number
+        id = f"rollflow-{next(self._numbers)}:{opening}"  # the module `drafts` reads `opening` from the id
         request = EngineCoreRequest(id, tokens, None, params, None, time.time(), None, salt, None)
         self._running[id] = response = Response(request, watch)
         return response
 
     async def send(self, response: Response) -> None:
-        """Send the request to the core."""
+        """Send the request of a response to vLLM's core process."""
         self._llm._run_output_handler()
         try:
             await self._llm.engine_core.add_request_async(response.request)
@@ -202,7 +202,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
                 response.end(FinishReason.STOP if response.stopped else output.finish_reason)
             if response.stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
-        done = super().process_outputs(others, timestamp, None, weight_version)  # the outputs of probes
+        done = super().process_outputs(others, timestamp, None, weight_version)  # outputs of requests for log-probs
         # vLLM's core process does not know the stop strings, so it is told to abort these requests.
         done.reqs_to_abort.extend(stopped)
         return done

@@ -45,13 +45,13 @@ def end_with_owner(owner: int) -> None:
 
 
 def begin_core(owner: int) -> None:
-    """Set the name of vLLM's EngineCore process, and end this process when its owner dies."""
+    """Set the name of vLLM's EngineCore process, and end this process once the process `owner` has died."""
     be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
     end_with_owner(owner)
 
 
 class OwnedInlineExecutor(UniProcExecutor):  # type: ignore[misc]
-    """vLLM executor for one device, which runs inside the EngineCore process and ends with its owner."""
+    """vLLM executor for one device, which runs inside the EngineCore process and ends when its owner dies."""
 
     def _init_executor(self) -> None:
         begin_core(self.vllm_config.additional_config[OWNER])

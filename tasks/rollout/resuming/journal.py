@@ -34,7 +34,7 @@ from rollflow.tasks.rollout.config import SNAPSHOT_BYTES
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.restore_point import RestorePoint, find_restore_point, recall_turn
 
-WRITE_SECONDS = 0.1  # shortest time in seconds between the starts of two writes
+WRITE_SECONDS = 0.1  # shortest pause between two writes, in seconds
 LONGEST_REASON = 500  # largest number of characters of the stored reason why an episode is generated again
 OTHER_REQUEST = "the environment answered differently than before the crash, or the config has changed"
 
@@ -48,14 +48,14 @@ class TurnFolder(Protocol):
         """Store turns and snapshots in a new file, and return the file's path.
 
         Raises:
-            StoreFailed, Unreachable: the records may not be stored.
+            StoreFailed, Unreachable: the records are possibly not stored.
         """
 
     async def note(self, restarts: Sequence[EpisodeRestart]) -> None:
         """Store why episodes could not continue from their stored turns.
 
         Raises:
-            StoreFailed, Unreachable: the records may not be stored.
+            StoreFailed, Unreachable: the records are possibly not stored.
         """
 
     async def delete(self, path: str) -> None:
@@ -251,7 +251,7 @@ class TurnJournal:
             running -= ended
             if not running and self._folder is not None:
                 del self._files[path]
-                with contextlib.suppress(StoreFailed, Unreachable):  # the next scheduler of the run deletes the file
+                with contextlib.suppress(StoreFailed, Unreachable):  # on failure, the next scheduler deletes the file
                     await self._folder.delete(path)
 
 

@@ -45,7 +45,7 @@ class RecordedEpisode(PlayedEpisode):
 
     place: EpisodePlace = field(default_factory=EpisodePlace)
     keeps_snapshots: bool = True
-    _events: list[EpisodeEvent] = field(default_factory=list)  # since the newest snapshot
+    _events: list[EpisodeEvent] = field(default_factory=list)  # events since the newest snapshot
     _number: int = 0  # number of the next snapshot
     _parent: str = ""  # digest of the newest snapshot
     _mutes: bool = False  # True during a call whose inner calls are not recorded as separate events
@@ -73,7 +73,7 @@ class RecordedEpisode(PlayedEpisode):
         self._note("take_role", name)
 
     def _apply_extension(self, messages: Sequence[Message], talk: Conversation, found: Extension) -> bool:
-        """Append the tokens of messages, or begin a branch, as `PlayedEpisode` does."""
+        """Do what `PlayedEpisode` does with the messages, and record them as one event."""
         mutes, self._mutes = self._mutes, True
         try:
             extended = super()._apply_extension(messages, talk, found)
@@ -112,7 +112,9 @@ class RecordedEpisode(PlayedEpisode):
         self._events, self._number, self._parent = [], self._number + 1, snapshot.digest
 
     def forget_turns(self, reason: str) -> None:
-        """Let the policy generate all further turns, as `Episode.forget_turns` specifies."""
+        """Let the policy generate all further turns instead of recalling stored turns, as `Episode.forget_turns`
+        specifies.
+        """
         place = self.place
         if place.journal.has_turns(place.group, place.sample):
             place.journal.forget_turns(TurnKey(place.group, place.sample, self.turns), reason)
@@ -163,7 +165,7 @@ class RecordedEpisode(PlayedEpisode):
 
 
 def encode_tokens(tokens: Int32s) -> str:
-    """Return tokens as text."""
+    """Return tokens as text, in base64."""
     return base64.b64encode(tokens.data).decode()
 
 

@@ -35,7 +35,7 @@ def find_restore_point(
 ) -> RestorePoint | None:
     """Return the newest snapshot of an episode for which all earlier snapshots and turns are stored and match.
 
-    If several snapshots have the same number, only the last snapshot counts. `turns` maps the number of each stored
+    If several snapshots have the same number, only the last of them is used. `turns` maps the number of each stored
     turn to the turn.
     """
     numbered = {one.number: one for one in snapshots}

@@ -2,7 +2,7 @@
 
     turns of a demonstration --> PlayedEpisode --> trajectory --> the tokens that the policy is trained on
 
-The prompt source gives the text of each turn and each reply; the code that plays episodes turns these texts into
+The prompt source gives the text of each turn and each reply; the code that plays episodes converts these texts into
 tokens. An environment of TRL or gymnasium plays the demonstration itself, so its replies are those of an episode.
 """
 
@@ -42,7 +42,7 @@ DONE = Score(1.0)
 
 
 def open_pool(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> DemonstrationPool:
-    """Open the demonstrations of a run. The caller closes the pool.
+    """Return the pool of a run's demonstrations; the caller must close the pool.
 
     Raises:
         ConfigError: a tool cannot be started or imported.
@@ -52,7 +52,7 @@ def open_pool(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer
 
 
 class DemonstratedEpisodes:
-    """Turns a question with its example answer into demonstrations."""
+    """Converts a question with its example answer into demonstrations."""
 
     def __init__(self, config: RunConfig, tokenizer: PolicyTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -139,7 +139,7 @@ class _GivenResults(Environment):
     """The environment `tools` with given results; no tool is run."""
 
     schemas: Sequence[Mapping[str, Any]]
-    results: Sequence[Sequence[str]]  # of each turn
+    results: Sequence[Sequence[str]]  # results of the tools in each turn
 
     async def play(self, episode: Episode) -> Score | None:
         results = iter(self.results)

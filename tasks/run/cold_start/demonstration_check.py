@@ -1,7 +1,7 @@
-"""Plays the first demonstrations of a cold start in the run's own environment.
+"""Plays the first demonstrations of a cold start in the run's own environment, and reports differences.
 
 A prompt source gives both sides of a demonstration: what the policy says, and what the environment adds. If the
-environment adds something else in the run, the policy has learned contexts that it never reads.
+environment adds something else in the run, the policy is trained on contexts that it never reads in the run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.episode_ports import build_ports
 from rollflow.tasks.scorers.base import Score
 
-PLAYED = 4  # demonstrations of each prompt source that are played
-SECONDS = 10.0  # time limit of an episode
+PLAYED = 4  # number of demonstrations of each prompt source that are played
+SECONDS = 10.0  # time limit of an episode, in seconds
 MARGIN = 1.0  # further seconds for an episode whose environment blocks its thread, and so its time limit
-SHOWN = 12  # tokens that a note shows
+SHOWN = 12  # number of tokens that a note shows
 ADVICE = "correct the turns of the prompt source, or the environment (a random environment cannot be compared)"
 
 
@@ -61,7 +61,7 @@ def compare_demonstrations(config: RunConfig, prompts: RunPrompts, tokenizer: Po
 
 @dataclass
 class _Trial:
-    """One demonstration, whose turns are said to the run's environment."""
+    """One demonstration, whose turns are played in the run's environment."""
 
     config: RunConfig
     tokenizer: PolicyTokenizer
@@ -69,7 +69,7 @@ class _Trial:
     prompt: Prompt
     question: Question
     _too_long: bool = False  # True if the environment allows fewer tokens than a turn has
-    _asked: int = 0  # turns that the environment has asked for
+    _asked: int = 0  # number of turns that the environment has asked for
 
     def find_fault(self, thread: EnvironmentThread) -> str:
         """Return how the episode differs from the demonstration, or ""."""
@@ -80,7 +80,7 @@ class _Trial:
             return f"its episode did not end within {SECONDS:g} s"
 
     async def _play(self, thread: EnvironmentThread, expected: Sequence[Demonstration]) -> str:
-        """Play the episode, and return the fault."""
+        """Play the episode, and return how it differs from the demonstration, or "" if it does not differ."""
         room, ports, turns = self.config.engine.max_new_tokens, build_ports(self.config, self.tokenizer), self._count
         episode = PlayedEpisode(self.prompt, room, self._say, want_every, accept_every, ports=ports)
         score = await episode.play(thread.environment)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EnvironmentThread:
-    """An environment, and the thread in which its event loop runs. See the module's docstring."""
+    """An environment, and the thread in which its event loop runs."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         """Create the environment, and start the thread.
