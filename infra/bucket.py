@@ -1,12 +1,12 @@
 """Create a bucket that keeps old versions, on a server whose conditional writes are atomic.
 
     python infra/bucket.py BUCKET
-    python infra/bucket.py BUCKET --undelete PREFIX     # bring back what was deleted below the prefix
+    python infra/bucket.py BUCKET --undelete PREFIX     # restores deleted objects below the prefix
 
-A run's log depends on one promise of its store: of several writers that create one object at once, exactly one
-succeeds. Some S3 servers check `If-None-Match` in one step and write in another, so that two writers succeed. This
-script lets many writers race, and exits with code 1 if two of them win. The server is given by the usual AWS variables.
-Running it again changes nothing.
+A run's log depends on one guarantee of its store: if several writers create the same object at the same time, exactly
+one of them succeeds. Some S3 servers check `If-None-Match` in one step and write in another step, so two writers can
+succeed. This script lets many writers race, and exits with code 1 if two of them win. The usual AWS variables name the
+server. If the script runs again, it changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFUSED = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
 
 
 def create(client: Any, bucket: str) -> None:
-    """Create the bucket and turn versioning on; wait for a server that is still starting."""
+    """Create the bucket and turn versioning on. If the server is still starting, wait for it."""
     limit = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -44,7 +44,7 @@ def create(client: Any, bucket: str) -> None:
 
 
 def race(client: Any, bucket: str) -> int:
-    """Let many writers create one object at once; return how many succeeded. The object is deleted."""
+    """Let many writers create the same object at the same time, and return how many succeeded. Delete the object."""
     key, start = f"race-{uuid.uuid4().hex}", Barrier(WRITERS)
 
     def write(number: int) -> bool:
@@ -65,7 +65,7 @@ def race(client: Any, bucket: str) -> int:
 
 
 def undelete(client: Any, bucket: str, prefix: str) -> int:
-    """Remove the delete markers that hide objects below a prefix; return how many objects came back."""
+    """Remove the delete markers that hide objects below a prefix, and return the number of restored objects."""
     pages = client.get_paginator("list_object_versions").paginate(Bucket=bucket, Prefix=prefix)
     hidden = [marker for page in pages for marker in page.get("DeleteMarkers", ()) if marker["IsLatest"]]
     for marker in hidden:

@@ -1,3 +1,3 @@
--- Run once, by the Postgres image, when its volume is empty. The last one is what the health check waits for.
+-- The Postgres image runs this file once, when its volume is empty. The health check waits for the last database.
 CREATE DATABASE prefect;
 CREATE DATABASE mlflow;

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Write new secrets for compose.yaml or kuberay into a file that only you can read: infra/secrets.sh infra/.env
-# Every value is random. Whoever reads the file can do all that the services can.
+# Writes new secrets for compose.yaml or kuberay into a file that only you can read: infra/secrets.sh infra/.env
+# The secrets are random. Whoever reads the file has the same access as the services.
 set -eu
 file=${1:?which file? infra/secrets.sh FILE}
 if [ -e "$file" ]; then

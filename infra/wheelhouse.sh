@@ -1,10 +1,10 @@
 #!/bin/sh
-# Collect all that rollflow needs as wheels in one folder, for machines that reach no registry:
+# Collects rollflow and all its requirements as wheels in one folder, for machines that reach no package registry:
 #
-#     infra/wheelhouse.sh cpu wheelhouse     # or gpu; run on a machine with Python 3.11 that reaches one
-#     wheelhouse/install.sh .venv            # on the other machine, which needs Python 3.11 alone
+#     infra/wheelhouse.sh cpu wheelhouse     # or gpu; on a machine with Python 3.11 that reaches a registry
+#     wheelhouse/install.sh .venv            # on the other machine, which needs only Python 3.11
 #
-# The folder serves the Dockerfile, too (see its head).
+# The Dockerfile can also install from the folder (see its first lines).
 set -eu
 kind=${1:?which kind? infra/wheelhouse.sh cpu|gpu FOLDER}
 folder=${2:?which folder? infra/wheelhouse.sh cpu|gpu FOLDER}
@@ -16,12 +16,12 @@ cat "$here/constraints-build.txt" >> "$folder/pins.txt"
 if [ "$kind" = cpu ]; then # the CPU build of torch
   export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}"
 fi
-# Wheels of everything, also of what the registry has as source only; then rollflow itself.
+# First wheels of all pinned packages, also of those that the registry has only as source; then a wheel of rollflow.
 $pip wheel --no-deps --wheel-dir "$folder" --requirement "$folder/pins.txt"
 $pip wheel --no-deps --wheel-dir "$folder" "$here/.."
 cat > "$folder/install.sh" <<'INSTALL'
 #!/bin/sh
-# install.sh FOLDER: rollflow in a virtual environment, from the wheels beside this file.
+# install.sh FOLDER installs rollflow into a new virtual environment, from the wheels in the folder of this file.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 "${PYTHON:-python3.11}" -m venv "$1"

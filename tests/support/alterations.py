@@ -1,7 +1,8 @@
-"""Alterations of a finished run, and what detects each: the table of `docs/audit.md`.
+"""Alters a finished run in many ways, for the table of `docs/audit.md`, which says which check detects each alteration.
 
 The run is that of `tests/storage/audit/test_alterations.py`: 12 versions, alpha 1, two sources of prompts, batches of 2
-groups of 4 rows. Dispatch 4.0 was discarded as stale with batch 2, and prompt 4 was trained on as 4.1.
+groups of 4 rows. Dispatch 4.0 (the first issue of prompt 4) was discarded as stale with batch 2, and prompt 4 was
+trained on as dispatch 4.1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Alteration:
 
 
 def alterations_of_batches() -> Iterator[Alteration]:
-    """Yield the alterations of rows and dispatches."""
+    """Yield the alterations of rows of batches and of dispatches (issues of prompts)."""
     for part, table in (("prompts", PROMPTS), ("responses", RESPONSES), ("dispatches", DISPATCHES)):
         for what, by, forge in table:
             yield Alteration(part, what, by, forge)
@@ -255,7 +256,7 @@ LOST = Discard(GroupKey(4, 0), DiscardReason.STALE, 0, 21)  # the discard that b
 
 
 def _hidden(f: Forger) -> None:
-    """Remove the discard, as if the first dispatch had been trained on."""
+    """Remove the discard `LOST`, as if the first dispatch of its prompt had been trained on."""
     f.rows(2, lambda groups: [replace(groups[0], key=GroupKey(4, 0)), *groups[1:]])
     f.batch(2, lambda body: replace(body, discards=()))
 
@@ -269,7 +270,7 @@ def _moved(to: int) -> Callable[[Forger], None]:
 
 
 def _invented(reason: DiscardReason, started: int = 0) -> Callable[[Forger], None]:
-    """Add a discard of the prompt that is in flight at the end, to the last batch."""
+    """Add to the last batch a discard of the prompt that is in flight at the end of the run."""
 
     def forge(f: Forger) -> None:
         [prompt] = f.context.log.state.open

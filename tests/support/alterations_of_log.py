@@ -1,4 +1,6 @@
-"""More alterations for the table: of versions, of the run's first entry, of the log, and of files beside the log."""
+"""Alters versions, the first log entry, the log and the files beside the log of a finished run, for the table of
+`docs/audit.md`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from tests.support.alterations import ANCHOR, AUDIT, NOBODY, REPLAY, SAYS, Alter
 from tests.support.forger import Forger
 from tests.support.log_runs import committed, published, read
 
-APPENDED: tuple[Finder, ...] = ("audit",)  # an anchor proves nothing about later entries
+APPENDED: tuple[Finder, ...] = ("audit",)  # an anchor proves nothing about log entries that follow it
 V = 6  # the version to alter
 
 
 def all_alterations() -> list[Alteration]:
-    """Return the whole table."""
+    """Return all alterations of the table in `docs/audit.md`."""
     return [*alterations_of_batches(), *_others()]
 
 

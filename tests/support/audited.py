@@ -1,4 +1,4 @@
-"""Runs to audit, and helpers to read an audit's violations."""
+"""Builds runs for tests of the audit, and reads the violations that an audit reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def started(actors: Actors, version: int) -> None:
 
 
 def found(run: ObjectStore) -> set[tuple[str, str]]:
-    """Return the kind and path of all violations; a full audit and an audit from a stored result must agree."""
+    """Return the kind and path of all violations. A full audit and an audit that continues from a stored result must
+    report the same violations.
+    """
     violations = audit(run, deep=True).violations
     assert audit(run).violations == violations
     return {(violation.kind, violation.where) for violation in violations}
@@ -55,12 +57,12 @@ def weights_of(run: ObjectStore, version: int) -> str:
 
 
 def other_alpha(body: RunCreated, alpha: float) -> RunCreated:
-    """Return the first entry with another staleness bound than the hashed one."""
+    """Return the first entry with an alpha (bound on staleness) that differs from the alpha in the hashed config."""
     return replace(body, config={**body.config, "async_ratio": alpha})
 
 
 def of_first(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
-    """Return the group with a changed first trajectory."""
+    """Return the group with changes to its first trajectory."""
     first = replace(group.trajectories[0], **change)  # type: ignore[arg-type]
     return replace(group, trajectories=(first, *group.trajectories[1:]))
 

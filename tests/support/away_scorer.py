@@ -1,4 +1,4 @@
-"""A scorer that cannot judge a share of the responses, chosen by their texts, for a reason of its own."""
+"""A scorer that leaves a share of the responses unjudged. The text of a response decides whether it is judged."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A moto server in this process that Terraform can apply to.
+"""Starts a moto server in this process, to which Terraform can apply a plan as to AWS.
 
-moto proves that the calls exist and fit together, but not how AWS would answer them. Three things differ from plain
+moto shows that the calls exist and fit together, but not how AWS would answer them. Three things differ from plain
 moto:
 - `budgets` gets two calls that Terraform makes and moto 5.2.5 lacks.
 - The versions of a key can be deleted from a bucket whose versioning is suspended, including delete markers.
-- A bucket's statement that denies requests without TLS is ignored: moto speaks HTTP and evaluates no condition, so it
-  would deny everything.
+- A statement of a bucket's policy that denies requests without TLS is ignored. moto uses HTTP and evaluates no
+  condition, so it would deny everything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Runs in the two stores: batches as a scheduler would form them, versions as a learner would publish them."""
+"""Builds runs in the trajectory store and the policy store: batches as a scheduler forms them, versions as a learner
+publishes them.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def staged(number: int = 0, started: int = 0, attempt: int = 0) -> StagedBatch:
 
 
 def publish(policies: PolicyStore, writer: Writer, number: int | None = None) -> PolicyVersion:
-    """Publish version `number`, or the next version, on its waiting batch; the weights contain the version's number."""
+    """Publish version `number`, by default the next version, on its waiting batch. The weights contain the version's
+    number.
+    """
     version = policies.newest() + 1 if number is None else number
     state = policies.log.state
     weights = policies.stage(writer, version, {"weights/model.safetensors": f"{version} by {writer.claim}".encode()})
@@ -88,7 +92,9 @@ def publish(policies: PolicyStore, writer: Writer, number: int | None = None) ->
 
 
 def train(run: ObjectStore, versions: int, *, prune: bool = False) -> tuple[PolicyStore, Writer]:
-    """Publish this many more versions, including version 0, with new roles, each on its own batch."""
+    """Publish this many more versions, including version 0, each on its own batch. A new scheduler and a new learner do
+    the work.
+    """
     (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
     for number in range(policies.newest() + 1, policies.newest() + 1 + versions):
         if number and batches.find_waiting(number - 1) is None:

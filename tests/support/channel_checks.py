@@ -1,4 +1,6 @@
-"""The checks of the channel's actor, by a client in a process that is attached to a Ray node."""
+"""Checks the channel (the Ray actor that passes batches to the learner), by a client in a process that is attached to a
+Ray node.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def kill_process() -> None:
 
 
 def take_its_place(store: ObjectStore, version: int) -> None:
-    """Start a new actor, as the supervisor does when it finds the actor dead."""
+    """Start a new actor, as the supervisor does when it finds that the actor is dead."""
     while True:
         try:
             ray.get(start_channel(store, 2, version).actor.ping.remote(0.0))
@@ -62,7 +64,9 @@ class Scheduler:
 
 
 async def ordinary(channel: RayChannel, scheduler: Scheduler) -> None:
-    """Calls are bounded, leased, acknowledged and idempotent; payloads are large enough for shared memory."""
+    """Check that calls are bounded in time, leased, acknowledged and idempotent. Payloads are large enough for shared
+    memory.
+    """
     entry, data = scheduler.commit(0)
     following, _ = scheduler.commit(1)
     big = pa.py_buffer(bytes(range(256)) * 8192)  # 2 MiB
@@ -84,7 +88,9 @@ async def ordinary(channel: RayChannel, scheduler: Scheduler) -> None:
 
 
 async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> None:
-    """The actor dies while clients wait for a batch, for room and for news."""
+    """Check that calls are answered by the next actor if the actor dies while clients wait for a batch, for room and
+    for news.
+    """
     calls: list[Coroutine[Any, Any, Any]] = [
         blocking(channel.lease, 2, HANG_SECONDS),
         channel.put(5, b"", HANG_SECONDS),
@@ -105,7 +111,7 @@ async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> Non
 
 
 async def never_a_voided_one(channel: RayChannel, scheduler: Scheduler) -> None:
-    """A voided batch is not leased again, but the batch committed in its place is."""
+    """Check that a voided batch is not leased again, but that the batch that was committed in its place is leased."""
     entry, data = [scheduler.commit(number) for number in range(3, 7)][-1]
     await channel.put(6, Path("gone.arrow"), HANG_SECONDS, entry)  # the missing file is found in the store
     await channel.put(6, data, HANG_SECONDS, entry)
@@ -123,7 +129,7 @@ async def never_a_voided_one(channel: RayChannel, scheduler: Scheduler) -> None:
 
 
 async def lost_with_its_owner(channel: RayChannel, scheduler: Scheduler) -> None:
-    """The actor hands out a reference and dies before the bytes are fetched."""
+    """Check the case that the actor hands out a reference to a batch, and dies before the bytes are fetched."""
     fetch, seen = ray.get, []
 
     def get(ref: Any, timeout: float | None = None) -> Any:
@@ -142,7 +148,9 @@ async def lost_with_its_owner(channel: RayChannel, scheduler: Scheduler) -> None
 
 
 async def by_the_name_of_its_file(channel: RayChannel, scheduler: Scheduler) -> None:
-    """A file is not copied: the client maps it, or reads the batch from the store if it has no such file."""
+    """Check that a batch's file is not copied: the client maps the file, or reads the batch from the store if the file
+    does not exist on its machine.
+    """
     await blocking(channel.finish, 6, 7)
     entry, data = scheduler.commit(7)
     path = file_of(scheduler.batches, 7).path
@@ -159,7 +167,7 @@ async def by_the_name_of_its_file(channel: RayChannel, scheduler: Scheduler) -> 
 
 
 async def nobody_there(channel: RayChannel) -> None:
-    """No actor replaces the dead one: the wait ends with a clear error."""
+    """Check that a wait ends with a clear error if no actor replaces the dead one."""
     actor = ray.get_actor(CHANNEL)
     ray.kill(actor)
     # a kill is asynchronous, so the dying actor may still accept a batch

@@ -1,9 +1,9 @@
-"""The services of `infra/compose.yaml` as processes. Each service has its own machine, and starts by the file's
-command.
+"""Runs the services of `infra/compose.yaml` as processes. Each service has its own simulated machine, and is started by
+its command in the file.
 
-The file defines what a container would get: host names, environment, command, health check, order. No container engine
-is needed, so three things differ: Postgres is Debian's, moto replaces the S3 server, and this repository with its
-environment replaces the rollflow image.
+The file defines what a container would get: host names, environment, command, health check and start order. No
+container engine is needed, so three things differ: Postgres is Debian's, moto replaces the S3 server, and this
+repository with its Python environment replaces the image of rollflow.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Compose:
             self.processes[name].wait()
 
     def lose_databases(self) -> None:
-        """Take away the disk of Postgres, which must not run."""
+        """Remove the disk of Postgres, which must not be running."""
         shutil.rmtree(self.machines["postgres"].path(DATA))
 
     def wait(self, name: str, condition: str) -> None:
@@ -160,7 +160,7 @@ class Compose:
             raise AssertionError(f"{name}: {condition}: {error}\n{self.output(name)}") from None
 
     def _is_healthy(self, name: str) -> bool:
-        """Run a service's health check; if it fails, wait for the interval in the file."""
+        """Run a service's health check. If the check fails, wait for the interval in the file."""
         check = self.services[name]["healthcheck"]
         healthy = self.execute(name, ["sh", "-c", check["test"]], seconds=HANG_SECONDS).returncode == 0
         if not healthy:
@@ -214,7 +214,9 @@ class Compose:
         return [str(path) for path in sorted(POSTGRES.glob("*/bin"))[-1:]]
 
     def _start_postgres(self) -> None:
-        """Do what the image's entry point does: make a cluster with the given password, run the SQL file, serve."""
+        """Start Postgres as the entry point of its image does: create a database cluster with the given password, run
+        the SQL file, and serve.
+        """
         machine, password = self.machines["postgres"], self.services["postgres"]["environment"]["POSTGRES_PASSWORD"]
         home = machine.path("/home/postgres")
         if not (home / "data").exists():

@@ -1,4 +1,4 @@
-"""Finds vLLM's own processes, by the name that vLLM gives them."""
+"""Finds vLLM's EngineCore processes by the name that vLLM gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that counts writes and can fail, and logs that consist of claims."""
+"""A store that counts writes and can fail; and a function that makes logs that consist of claims."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.support.log_actors import create_run
 
 
 class Counting(MemoryStore):
-    """Counts its writes by folder; writes to paths that begin with a key of `broken` fail with its error."""
+    """A store that counts its writes by folder. A write to a path that begins with a key of `broken` fails with an
+    error of this key.
+    """
 
     writes: ClassVar[Counter[str]] = Counter()
     broken: ClassVar[dict[str, list[Exception]]] = {}

@@ -13,7 +13,8 @@ TURNS = 4
 
 
 class CountingTurns(Environment):
-    """Acts once for each turn. Each line of the file `path` has an episode's id, the number of a turn, and its tokens.
+    """An environment that acts once for each turn. Each line of the file `path` has an episode's id, the number of a
+    turn, and its tokens.
 
     A recalled turn is looked up in the file first, because its action may have been done before a crash.
     """

@@ -1,6 +1,7 @@
-"""The number of cases that the largest property tests draw: a twentieth in `make test`, all of them in `make soak`.
+"""Computes how many random cases the largest property tests draw: a twentieth in `make test`, all of them in `make
+soak`.
 
-Those tests have the marker `many`. A case that once failed is an explicit example, and always runs.
+These tests have the marker `many`. A case that once failed is an explicit example, and always runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Weights for tests of deltas: safetensors files with bfloat16 numbers, few of which change from version to version."""
+"""Makes weights for tests of deltas: safetensors files with bfloat16 numbers, few of which change from version to
+version.
+"""
 
 from __future__ import annotations
 

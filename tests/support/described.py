@@ -1,4 +1,4 @@
-"""Runs that exist but have done nothing: their log has only the first entry."""
+"""Creates runs that have done nothing: their log has only the first entry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe(store: ObjectStore, run_id: str = "test", config: Config | None = N
 
 
 def change_config(store: ObjectStore, **changes: Any) -> None:
-    """Change the config of an existing run: every entry is rewritten with the hash of the previous entry."""
+    """Change the config in the log of an existing run. Every entry is rewritten with the hash of the previous entry."""
 
     def changed_in(created: RunCreated) -> RunCreated:
         tree = {**created.config, **changes}

@@ -1,7 +1,7 @@
 """Runs the steps of a Dockerfile in a folder that becomes the root, without a container engine.
 
-`debian:12-slim` is replaced by the smallest variant of Debian 12 that debootstrap makes. FROM, ARG, ENV, WORKDIR, RUN,
-COPY and USER work as in Docker; RUN gets the mounts that it asks for from folders of the caller.
+`debian:12-slim` is replaced by the smallest variant of Debian 12 that debootstrap creates. FROM, ARG, ENV, WORKDIR,
+RUN, COPY and USER work as in Docker; RUN gets the mounts that it asks for from folders of the caller.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Root:
         self._trust()
 
     def _trust(self) -> None:
-        """Let pip trust the registry that it trusts here, whose certificate may be known only on this machine."""
+        """Let pip in the root trust the package registry that pip trusts on this machine. The registry's certificate
+        may be known only on this machine.
+        """
         if bundle := os.environ.get("PIP_CERT"):
             self.environment["PIP_CERT"] = str(shutil.copy(bundle, self.folder / "etc/pip.pem"))[
                 len(str(self.folder)) :
@@ -96,7 +98,7 @@ class Root:
 
     def _arg(self, rest: str) -> None:
         name, has_default, default = rest.partition("=")
-        if has_default or name in self.arguments:  # an argument without any value is not set
+        if has_default or name in self.arguments:  # an argument without a value is not set
             self.environment[name] = self.arguments.get(name, default)
 
     def _env(self, rest: str) -> None:

@@ -1,4 +1,6 @@
-"""Dual numbers (forward-mode differentiation) in plain floats: gradients of formulas, exact to rounding."""
+"""Computes gradients of formulas with dual numbers (forward-mode differentiation) in plain floats, exact up to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Dual:
 
 
 def dual(x: Dual | float) -> Dual:
-    """Convert a number, whose derivative is 0."""
+    """Convert a number to a dual number with derivative 0."""
     return x if isinstance(x, Dual) else Dual(float(x))
 
 

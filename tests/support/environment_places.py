@@ -1,7 +1,7 @@
-"""Plays episodes in environment actors on a Ray cluster of two nodes, loses one node, and writes what it saw.
+"""Plays episodes in environment actors on a Ray cluster of two nodes, loses one node, and writes what happened.
 
-`python -m tests.support.environment_places FOLDER` writes `FOLDER/found.json`. The script is a process of its own,
-because Ray reads the token of a cluster when it is first imported.
+`python -m tests.support.environment_places FOLDER` writes `FOLDER/found.json`. The script runs in a separate process,
+because Ray reads the token of a cluster when Ray is first imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def list_hosts() -> dict[int, str]:
 
 
 async def await_hosts(count: int, without: frozenset[int] = frozenset()) -> dict[int, str]:
-    """Wait until this number of environment actors runs, not counting these processes."""
+    """Wait until this number of environment actors runs; the given processes are not counted."""
     async with asyncio.timeout(WAIT_SECONDS):
         while len(found := {p: n for p, n in (await list_hosts()).items() if p not in without}) != count:
             await asyncio.sleep(0.1)
@@ -50,7 +50,7 @@ def list_workers(host: int) -> list[psutil.Process]:
 
 
 class Playing:
-    """The environments of a rollout actor, and episodes that wait in front of their second turn."""
+    """The environments of a rollout actor, and episodes that wait before their second turn."""
 
     def __init__(self, folder: Path) -> None:
         from rollflow.tasks.actors.environment_hosts.owner import open_environments
@@ -63,7 +63,7 @@ class Playing:
         self.arrived, self.go_on = 0, asyncio.Event()
 
     def play(self, *, keeps_snapshots: bool = False) -> asyncio.Future[Any]:
-        """Play an episode of the game, which waits in front of its second turn for `go_on`."""
+        """Play an episode of the game. Before its second turn, the episode waits for `go_on`."""
         from tests.environments.test_spread_episodes import stop_before
 
         async def wait(turn: int) -> None:
@@ -96,7 +96,7 @@ class Playing:
 
 
 def count_outcomes(scores: list[Score]) -> Mapping[str, int]:
-    """Return the number of unjudged episodes, of rewards of judged ones, and of lowered rewards."""
+    """Return the numbers of unjudged episodes, of rewards of judged episodes, and of lowered rewards."""
     judged = [one for one in scores if one.outcome is not Outcome.UNJUDGED]
     return {
         "judged": len(judged),
@@ -107,7 +107,7 @@ def count_outcomes(scores: list[Score]) -> Mapping[str, int]:
 
 
 async def play_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
-    """Run all phases; return what the test compares."""
+    """Run all phases, and return the results that the test compares."""
     playing = Playing(folder)
     try:
         return await lose_hosts(playing, node)
@@ -116,7 +116,7 @@ async def play_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
 
 
 async def lose_hosts(playing: Playing, node: RayNode) -> dict[str, Any]:
-    """Lose a node, and then an environment actor; return what the test compares."""
+    """Lose a node, and then an environment actor. Return the results that the test compares."""
     from tests.environments.worlds import speak
 
     found = dict[str, Any]()

@@ -1,6 +1,7 @@
-"""The rules of epochs in a second formulation, for a plain model of a log: question by question, from all entries.
+"""Checks the rules of epochs (passes over the questions of a file) in a second formulation, question by question, from
+all log entries.
 
-It relies neither on the fold nor on `rollflow.tasks.prompts.epochs`.
+The module uses neither rollflow's computation of the state from the log (the fold) nor `rollflow.tasks.prompts.epochs`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Questions:
-    """A number of questions, in another order in each epoch."""
+    """A number of questions, which each epoch asks in a different order."""
 
     questions: int
     seed: int
@@ -35,7 +36,7 @@ class Questions:
 
 
 def check_epochs(model: Model, case: Case) -> None:
-    """Check every epoch of a schedule: what it asks, what it skips, and that every question comes back."""
+    """Check every epoch of a schedule: which questions it asks and skips, and that every question is asked again."""
     for source in range(model.sources):
         if model.skips(source):
             _check_source(model, case, source)

@@ -1,4 +1,6 @@
-"""A run whose source skips solved questions: real prompts, log and epochs, with artificial responses and versions."""
+"""Makes a run whose source skips solved questions, with real prompts, log and epochs, and with artificial responses and
+versions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ BATCHES, QUESTIONS = 20, 9
 
 
 def make_epoch_run(home: Path) -> RunContext:
-    """Make a run of some epochs: of nine questions, those of an even number are solved whenever they are asked."""
+    """Make a run of some epochs with nine questions. Questions with an even number are solved whenever they are asked.
+    """
     file = home / "questions.jsonl"
     rows = ({"question": f"What is {one} plus {one}?", "answer": str(2 * one)} for one in range(12))
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -40,7 +43,7 @@ def make_epoch_run(home: Path) -> RunContext:
 
 
 def judged(context: RunContext, staged: StagedBatch) -> tuple[TrajectoryGroup, ...]:
-    """Judge the responses: all are correct if the question has an even number, else none."""
+    """Judge the responses: all are correct if the question has an even number, otherwise none."""
     prompts, groups = context.prompts(), []
     for group in staged.groups:
         assert isinstance(group, TrajectoryGroup)

@@ -1,4 +1,4 @@
-"""The expectations of an audit of a simulated run: the scheduler's limits and the pipeline's prompts."""
+"""Builds the expectations of an audit of a simulated run: the scheduler's limits and the pipeline's prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.support.pipeline import Pipeline
 
 
 def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimits:
-    """Return the limits of a scheduler, which discards slow groups as stale or redundant, and others by its filter."""
+    """Return the limits of a scheduler. The scheduler discards slow groups as stale or redundant, and other groups by
+    its filter.
+    """
     left = DiscardReason.REDUNDANT if limits.redundant_groups else DiscardReason.STALE
     return BatchLimits(
         sources=len(limits.shares),

@@ -1,7 +1,7 @@
-"""An HTTP proxy on loopback that injects the faults of networks and services into an object store's answers.
+"""Runs an HTTP proxy on loopback that injects faults of networks and services into the answers of an object store.
 
-A lost answer is real: the server has done the work, and the client's connection closes. Faults are requested by count,
-or happen at random at given rates, from a seeded generator.
+If an answer is lost, the server has done the work, but the client's connection is closed. A test requests a number of
+faults, or faults happen at random at given rates, from a generator with a seed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FaultyProxy:
         self._speaks.set()
 
     def seen(self, method: str) -> int:
-        """Return how many requests of `method` came in."""
+        """Return the number of received requests of `method`."""
         return self._seen[method]
 
     def __enter__(self) -> FaultyProxy:

@@ -1,4 +1,6 @@
-"""A user-defined scorer whose fate for a response follows from the response alone, so that a test can compute it."""
+"""A user-defined scorer with faults. The response alone decides which fault happens, so that a test can predict the
+fault.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ def choose_fault(response: str) -> str:
 
 
 def compute_value(response: str) -> float:
-    """Return the reward of a response without a fault, or with the fault that a second try does not have."""
+    """Return the reward of a response without a fault, or with a fault that a second try does not have."""
     return (zlib.crc32(response.encode()) // 1000 % 9 + 1) / 10
 
 
 def score(response: str, reference: Mapping[str, Any], *, folder: str) -> Score:
-    """Fail as the response asks. A response whose fault is "away" is scored on a later try."""
+    """Fail with the fault of the response. A response whose fault is "away" is scored on a later try."""
     match choose_fault(response):
         case "hangs":
             while True:

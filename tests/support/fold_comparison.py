@@ -1,4 +1,6 @@
-"""Compares the fold's state with the plain model of the log (`log_model`), at the same entry."""
+"""Compares the state that rollflow computes from a log (the fold) with the plain model of the log (`log_model`), at the
+same entry.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from tests.support.log_model import Model
 
 
 def compare(model: Model, state: RunState) -> None:
-    """Check that the fold's state at this entry agrees."""
+    """Check that the fold's state at this entry equals that of the model."""
     assert (state.n, state.sha256) == (len(model.entries) - 1, model.hashes[-1])
     if not model.entries:
         return
@@ -35,7 +37,7 @@ def _compare_head(model: Model, state: RunState) -> None:
 
 
 def _compare_configs(model: Model, state: RunState) -> None:
-    """Compare the config of each version and entry with the one found by reading all entries."""
+    """Compare the config of each version and entry with the config that is found by reading all entries."""
     newest, version = 0, -1
     for n, entry in enumerate(model.entries):
         newest = n if "config" in entry["body"] else newest
@@ -47,7 +49,7 @@ def _compare_configs(model: Model, state: RunState) -> None:
 
 
 def compare_dispatches(model: Model, state: RunState) -> None:
-    """Check that the fold's dispatches and waiting batches agree."""
+    """Check that the dispatches and the waiting batches of the fold equal those of the model."""
     assert state.in_flight == tuple(model.open)
     assert list(state.open) == [key.prompt for key in model.open]
     assert state.cursor.issued == tuple(model.issued[source] for source in range(model.sources))

@@ -1,4 +1,6 @@
-"""Virtual environments with packages that rollflow's environment does not have, for tests of foreign environments."""
+"""Creates virtual environments with packages that rollflow's environment does not have, for tests of foreign
+environments.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 240  # ends an installation that hangs
+SECONDS = 240  # time limit that ends an installation that hangs
 
 
 def make_python(factory: pytest.TempPathFactory, *packages: str) -> str:
-    """Return the interpreter of a virtual environment with these packages, which is made once for all processes of the
-    tests. Without a package index the test is skipped, because the machine, and not rollflow, is the reason.
+    """Return the interpreter of a virtual environment with these packages. The environment is created once for all
+    processes of the tests. Without a package index, the test is skipped, because the failure would be that of the
+    machine, not of rollflow.
     """
     own = factory.getbasetemp()
     home = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "-".join(["venv", *packages]).replace(

@@ -1,4 +1,6 @@
-"""An attacker with write access to a run's storage, who alters any object and recomputes all hashes and chains."""
+"""Simulates an attacker with write access to a run's storage, who alters objects and recomputes all hashes that depend
+on them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ Groups = list[TrajectoryGroup]
 
 @dataclass(frozen=True)
 class Forger:
-    """Alters one run. See the module's docstring."""
+    """An attacker who alters one run (see the module's docstring)."""
 
     context: RunContext
 
@@ -30,7 +32,7 @@ class Forger:
     # --- entries ------------------------------------------------------------------------------------------------
 
     def log(self, change: Callable[[list[Entry]], list[Entry]]) -> None:
-        """Replace the log, with new numbers and hashes."""
+        """Replace all log entries, and compute their numbers and hashes again."""
         rewritten(self.store, change(read(self.store)))
 
     def entry(self, n: int, change: Callable[[Entry], Entry]) -> None:
@@ -50,7 +52,7 @@ class Forger:
         self.entry(0, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
 
     def config(self, change: Mapping[str, Any]) -> None:
-        """Replace the config and its hash; in a section, only the given keys."""
+        """Replace keys of the config, and the config's hash. In a section, only the given keys are replaced."""
 
         def changed(body: RunCreated) -> RunCreated:
             config = dict(body.config)
@@ -86,7 +88,7 @@ class Forger:
         self.begun_with(path, json.dumps({**json.loads(self.store.get(path)), **change}).encode())
 
     def pin(self, which: int, **change: Any) -> None:
-        """Replace the pin of a source of prompts."""
+        """Replace the pin (the recorded hash) of a prompt source."""
 
         def changed(body: RunCreated) -> RunCreated:
             pins = [{**pin, **change} if place == which else pin for place, pin in enumerate(body.prompts)]
@@ -95,7 +97,7 @@ class Forger:
         self.creation(changed)
 
     def file_of_prompts(self, change: Callable[[bytes], bytes]) -> None:
-        """Replace a kept prompt file, and pin it by the new hash."""
+        """Replace a prompt file that the run has stored, and record the new hash in its pin."""
         pin = self.context.created.prompts[0]
         stored = self.put(pin["kept"], change(self.store.get(pin["kept"])))
         self.pin(0, sha256=stored.sha256, size=stored.size)
@@ -129,7 +131,7 @@ class Forger:
         self.batch(number, changed)
 
     def row(self, number: int, change: Callable[[Trajectory], Trajectory], *, ending: str = "") -> None:
-        """Replace the first row of batch `number`, or the first with this ending."""
+        """Replace the first row of batch `number`, or the first row with this ending."""
 
         def changed(groups: Groups) -> Groups:
             rows = [one for group in groups for one in group.trajectories]
@@ -156,14 +158,14 @@ def given(row: Trajectory) -> int:
 
 
 def put(values: Sequence[Any], place: int, value: Any) -> tuple[Any, ...]:
-    """Return the values with another value at one place."""
+    """Return the values with another value at one position."""
     changed = list(values)
     changed[place] = value
     return tuple(changed)
 
 
 def asked(row: Trajectory, prompt: Sequence[int]) -> Trajectory:
-    """Return the row's response after another prompt."""
+    """Return the row with its response and another prompt."""
     own, more = given(row), len(prompt)
     return replace(
         row,

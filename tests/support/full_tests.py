@@ -1,4 +1,4 @@
-"""The list of tests that `make full` runs and `make test` leaves out, because they take the longest.
+"""Reads and writes the list of the slowest tests, which `make full` runs and `make test` leaves out.
 
 `tests/full_tests.txt` has the id of each of these tests, and the seconds that the test took when the list was made. The
 list is made from a run of all tests:
@@ -31,7 +31,7 @@ def read_list() -> set[str]:
 
 
 def mark_listed(items: Iterable[pytest.Item], *, complete: bool) -> None:
-    """Give the listed tests the marker `full`.
+    """Add the marker `full` to the listed tests.
 
     Raises:
         pytest.UsageError: `items` has all tests (`complete`), but not every listed test.

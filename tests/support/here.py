@@ -1,4 +1,4 @@
-"""A source of weights for engines in tests. Actors import this module, so it must not import torch."""
+"""A source of weights for engines in tests. Actors import this module, so the module must not import torch."""
 
 from __future__ import annotations
 

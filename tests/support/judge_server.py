@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for tests of the judge, whose behaviour a function decides for each call."""
+"""Runs an OpenAI-compatible server for tests of the judge. A function decides how the server behaves at each call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server does with a call: a status, headers and a body; or it resets the connection, or hangs."""
+    """The server's reaction to a call: it answers with a status, headers and a body, resets the connection, or hangs.
+    """
 
     text: str = ""
     status: int = 200
@@ -33,7 +34,7 @@ def chat(content: str, tokens: int = 100, finish: str = "stop") -> Reply:
 
 
 def verdict(**fields: Any) -> Reply:
-    """Answer with a verdict, after a reason."""
+    """Answer with a verdict that follows a reason."""
     return chat(json.dumps({"reason": "because", **fields}))
 
 

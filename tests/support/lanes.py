@@ -1,4 +1,5 @@
-"""A slot queue with idle engines, for examples worked by hand."""
+"""Builds a slot queue (which assigns requests to engines) with idle engines, for examples that were computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PATIENCE = 5.0
 
 
 def lane(slots: int, *, serves: bool = True) -> EngineSlots:
-    """Create the lane of an engine; `serves` says whether the engine serves."""
+    """Create the lane (the slots) of an engine. `serves` says whether the engine takes requests."""
     made = EngineSlots(TimedEngine(TimedEngineConfig()), slots)
     if serves:
         made.serves.set()
@@ -23,7 +24,7 @@ def lane(slots: int, *, serves: bool = True) -> EngineSlots:
 
 
 def queue_of(*lanes: EngineSlots, routing: Routing = "least-work") -> SlotQueue:
-    """Create a queue with these lanes, each at its given place."""
+    """Create a queue with these lanes, each at its given index."""
     queue = SlotQueue(routing, PATIENCE)
     for place, one in enumerate(lanes):
         queue.put(place, one)

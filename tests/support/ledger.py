@@ -1,7 +1,7 @@
-"""A run's log in memory for one random schedule; at each commit the plain model checks fold and scheduler.
+"""Keeps a run's log in memory for one random schedule. At each commit, a plain model of the log checks the scheduler
+and the state that rollflow computes from the log (the fold).
 
-The model (`tests/support/log_model`) reads the bytes of the log's entries. It relies neither on the fold nor on the
-scheduler.
+The model (`tests/support/log_model`) reads the bytes of the log's entries. It uses neither the fold nor the scheduler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.log_model import Model
 if TYPE_CHECKING:
     from tests.support.schedules import Case
 
-MADE_UP = StoredObject("made/up", 0, "")  # an artificial object in place of every file
+MADE_UP = StoredObject("made/up", 0, "")  # artificial object that replaces every file
 STUCK_SECONDS = 2000.0  # virtual seconds without a new batch; a correct batch takes far less
 
 
@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def trained(self) -> list[list[tuple[GroupKey, list[tuple[int, ...]]]]]:
-        """The dispatches and responses that each version was trained on."""
+        """The dispatches (issues of prompts) and responses that each version was trained on."""
         batches = (self.batches[number].groups for number in range(self.case.batches))
         return [[(group.key, [t.tokens for t in group.trajectories]) for group in groups] for groups in batches]
 
@@ -79,9 +79,9 @@ class Ledger:
         return Log(self.store).claim("scheduler")
 
     async def commit(self, writer: Writer, staged: StagedBatch, held: Sequence[GroupKey]) -> None:
-        """Commit a batch after a moment, then wait for room as in the channel.
+        """Commit a batch after a short delay, then wait for room as in the channel.
 
-        `held` are the dispatches without a fate when the scheduler staged the batch.
+        `held` has the dispatches that were neither trained on nor discarded when the scheduler staged the batch.
         """
         await asyncio.sleep(self.case.commit_seconds)
         assert staged.number == (self.missing[0] if self.missing else self._next)
@@ -112,7 +112,9 @@ class Ledger:
         return decode(self.store.get(entry_path(entry.n)), entry.n, self.store.get).entry
 
     def _check_groups(self, staged: StagedBatch) -> None:
-        """Check a batch: N groups of G finished responses, each as fresh as alpha demands, by what the engines saw."""
+        """Check that a batch has N groups of G finished responses, and that each response is as fresh as alpha
+        requires. Its age is computed from the requests that the engines got.
+        """
         case = self.case
         assert len(staged.groups) == case.groups
         for group in staged.groups:
@@ -131,7 +133,9 @@ class Ledger:
             assert len(set(versions)) <= self.case.turns
 
     def _check_state(self, state: RunState) -> None:
-        """Let the model read the new entries, and compare it with the state from which the next process would start."""
+        """Let the model read the new entries, and compare the model with the state from which the next process would
+        start.
+        """
         for n in range(len(self.model.entries), state.n + 1):
             self.model.take(self.store.get(entry_path(n)), self.store.get)
         compare_dispatches(self.model, state)
@@ -174,7 +178,7 @@ class Ledger:
         self.model.check_end(self.case.batches, self.case.groups, self.log.state.in_flight)
 
     def close(self) -> None:
-        """Check that every dispatch has a fate."""
+        """Check that every dispatch was trained on or discarded."""
         self.log.settle()
         for path in list(self.store.list()):
             self.store.delete(path)

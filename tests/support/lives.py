@@ -1,4 +1,6 @@
-"""Actors for tests of their keepers. Their processes import this module, so each import costs time at each start."""
+"""Actors for tests of the code that restarts dead actors. Their processes import this module, so each import costs time
+at each start.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ BUSY_SECONDS = 9.0
 
 
 class Worker:
-    """An actor whose lives follow the words in the file `lives`: "die", "full", "nan", "raise", "deposed", "hang",
-    "work".
+    """An actor whose behaviour after each start follows the next word in the file `lives`: "die", "full", "nan",
+    "raise", "deposed", "hang", "work".
 
-    A "busy" actor computes and a "deaf" one does nothing; both hold Python's global lock.
+    A "busy" actor computes, and a "deaf" actor does nothing; both hold Python's global lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +61,7 @@ class Worker:
 
 
 class Joins:
-    """Stands in for the scheduler: it accepts engines from their keeper."""
+    """A stand-in for the scheduler that accepts restarted engines."""
 
     def join(self, number: int) -> None:
         pass

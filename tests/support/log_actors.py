@@ -1,4 +1,6 @@
-"""The roles of a run on its log, without engines and training. Each role has its own log, and dies when dropped."""
+"""Plays the roles of a run (supervisor, scheduler, learner) on its log, without engines and training. Each role opens
+the log by itself. To kill a role, a test drops the object.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def stored(store: ObjectStore, path: str, data: bytes) -> StoredObject:
 
 @dataclass
 class Supervisor:
-    """Claims the run as a supervisor."""
+    """A supervisor, which appends its claim to the run's log."""
 
     store: ObjectStore
     log: Log = field(init=False)
@@ -90,7 +92,7 @@ class Supervisor:
         self.writer = self.log.claim("supervisor", who="a supervisor")
 
     def change(self, **given: Any) -> Entry:
-        """Change the config for all later entries; a given section replaces the old section."""
+        """Change the config for all later entries. A given section replaces the old section as a whole."""
 
         def body(state: RunState, _: object) -> Body:
             before = recorded_configs(self.log)[-1].config
@@ -104,7 +106,9 @@ class Supervisor:
 
 @dataclass
 class Scheduler:
-    """Issues prompts and commits batches from its own state; starts again when a batch was voided."""
+    """A scheduler that issues prompts and commits batches from its own state, and starts again when a batch was voided
+    (revoked).
+    """
 
     store: ObjectStore
     under: int
@@ -118,7 +122,7 @@ class Scheduler:
         self.begin()
 
     def begin(self) -> None:
-        """Start from the log's state alone."""
+        """Start from the state of the log only."""
         state = self.log.state
         self.voids, self.number = state.voids, state.next_batch
         self.holes = deque(state.holes)
@@ -147,7 +151,8 @@ class Scheduler:
         return math.inf if epoch is None else epoch.end
 
     def start_epoch(self, source: int, skipped: int = 0) -> Entry:
-        """Start the source's next epoch, without its first `skipped` questions; the first epoch skips none."""
+        """Start the source's next epoch, which skips the first `skipped` questions. The first epoch skips no question.
+        """
 
         def body(state: RunState, _: object) -> Body:
             last = state.epochs[source]
@@ -207,7 +212,8 @@ class Scheduler:
 
 @dataclass
 class Learner:
-    """Publishes versions, voids batches that it cannot read, and prunes what retention releases."""
+    """A learner that publishes versions, voids batches that it cannot read, and prunes objects that need not be kept.
+    """
 
     store: ObjectStore
     under: int
@@ -219,7 +225,7 @@ class Learner:
         self.writer = self.log.claim("learner", self.under)
 
     def publish(self) -> Entry:
-        """Publish the next version; its batch must wait in the state that this learner has read."""
+        """Publish the next version. Its batch must be a waiting batch in the state that this learner has read."""
         state = self.log.state
         number = state.version + 1
         batch = state.waiting[number - 1].entry if number else None

@@ -1,4 +1,4 @@
-"""Draws entries that may follow the state of a model, as JSON, and small changes of entries."""
+"""Draws random log entries that may follow the state of a model, as JSON, and small changes of entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
-    """Draw entries that may follow, of every possible kind."""
+    """Draw entries of every possible kind that may follow the state of the model."""
     n, claims = len(model.entries), {role: entry["n"] for role, entry in model.claims.items()}
     yield "supervisor", n, dump({"kind": "claimed"})
     if "supervisor" in claims:
@@ -40,7 +40,9 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
 
 
 def epochs(model: Model) -> Iterator[Json]:
-    """Draw the next epoch of each source that skips solved questions: of all questions, of one less, and of none."""
+    """Draw the next epoch of each source that skips solved questions: an epoch with all questions, one with one
+    question less, and one without questions.
+    """
     for source in filter(model.skips, range(model.sources)):
         earlier = model.epochs(source)
         body = {"kind": "epoch-started", "source": source, "number": len(earlier), "start": model.may_issue(source)}
@@ -50,8 +52,8 @@ def epochs(model: Model) -> Iterator[Json]:
 
 
 def batches(model: Model) -> Iterator[Json]:
-    """Draw a batch for every number that is to be formed, from open prompts and a new one of each source that may issue
-    one.
+    """Draw a batch for every batch number that may be formed next, from open prompts and from a new prompt of each
+    source that may issue one.
     """
     may = [source for source in range(model.sources) if model.issued[source] < model.may_issue(source)]
     issued = [model.issued[source] * model.sources + source for source in may]
@@ -90,8 +92,8 @@ def versions(model: Model) -> Iterator[Json]:
 def changes(model: Model) -> Iterator[Json]:
     """Draw changes of the config.
 
-    Some keys may always change; keys on which batches depend may change if no batch waits. Alpha is at least the
-    staleness of the oldest waiting group.
+    Some keys may always change. Keys on which batches depend may change only if no batch waits for training. Alpha is
+    at least the staleness of the oldest waiting group.
     """
     oldest = [n - group[2] for n, entry in model.waiting.items() for group in entry["body"]["groups"]]
     others = {"versions": max(model.latest, 0), "async_ratio": max([0, *oldest]), "train": {"learning_rate": 0.5}}
@@ -116,7 +118,7 @@ def dump(body: Json) -> Json:
 
 
 def changed(draw: Any, model: Model, role: Role, claim: int, body: Json) -> tuple[Role, int, Json]:
-    """Draw one small change."""
+    """Draw one small change of an entry."""
     what = draw(st.sampled_from(["role", "claim", "body", "body", "body", "body"]))
     if what == "role":
         return draw(st.sampled_from(["creator", "supervisor", "scheduler", "learner"])), claim, body

@@ -1,13 +1,14 @@
-"""A run's log as a plain model, the tests' only one: all entries so far, and rules that depend only on them.
+"""Models a run's log for tests: the model has all entries so far, and rules that depend only on these entries.
 
-The model shares no code with rollflow, and imports nothing of it. It reads entries as JSON, keeps every dispatch's fate
-forever, and decides whether an entry may follow. The model is slow and grows without bound, so it is only for tests.
+The model shares no code with rollflow, and imports nothing of it. The model reads entries as JSON, remembers forever
+whether each dispatch (issue of a prompt) was trained on or discarded, and decides whether an entry may follow. The
+model is slow and grows without bound, so it is only for tests.
 
-    take           reads the next entry: its seal, its chain, its index, its rules
+    take           reads the next entry, and checks its checksum, its previous hash, its index and the rules
     check_file     compares the rows of a batch's file with the entry that committed it
     check_story    checks the invariants of a whole log, in a second formulation
 
-`fold_comparison` compares the fold's state with the model.
+The module `fold_comparison` compares the model with the state that rollflow computes from the log (the fold).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Illegal(Exception):
 
 
 def need(holds: bool, why: str) -> None:
-    """Raise `Illegal` unless a condition holds; every rule here uses this."""
+    """Raise `Illegal` unless a condition holds. Every rule of this module calls this function."""
     if not holds:
         raise Illegal(why)
 
@@ -136,7 +137,7 @@ class Model:
         return source < len(sections) and bool(sections[source].get("solved_every", 1) > 1)
 
     def may_issue(self, source: int) -> float:
-        """Return how many prompts of a source the epochs so far contain."""
+        """Return the number of prompts of a source that the epochs so far contain."""
         asked = [int(entry["body"]["asked"]) for entry in self.epochs(source)]
         return sum(asked) if self.skips(source) else math.inf
 
@@ -149,8 +150,10 @@ class Model:
         return {(v, kind) for v, entry in enumerate(self.versions) for kind in kinds if entry["body"][kind]}
 
     def needed(self, whole: Json | None = None) -> set[tuple[int, str]]:
-        """Return the objects that must exist: of kept versions, of start versions within alpha, of replay bases, and of
-        the versions that their deltas may need."""
+        """Return the objects that must exist: those of kept versions, of versions under which responses within alpha
+        may have started, of versions from which a replay starts, and of versions that the deltas of these versions may
+        need.
+        """
         whole = whole or self.config
         config = {"keep_last": 5, "keep_every": 10, "state_every": 1, "full_every": 1} | whole.get("store", {})
         latest, full = self.latest, config["full_every"]
@@ -265,7 +268,7 @@ class Model:
             need(0 <= started <= newest <= self.latest, "versions of the future")
 
     def settle(self, body: Json, fate: str) -> None:
-        """Yield the fates in a commit, one after another."""
+        """Yield the fate (trained on, or discarded with a reason) of each dispatch in a commit, one after another."""
         for prompt in body["issued"]:
             place, source = divmod(prompt, self.sources)
             need(prompt >= 0 and place == self.issued[source], "out of its source's order")
@@ -351,7 +354,9 @@ class Model:
         need(all(number - row["started_version"] <= config["async_ratio"] for row in rows), "a row is stale")
 
     def check_end(self, versions: int, groups: int, open_: Collection[tuple[int, int]]) -> None:
-        """Check an ended run: its versions, each trained on a batch of `groups`, and the dispatches without a fate."""
+        """Check a run that has ended: its versions, each trained on a batch of `groups` groups, and the dispatches that
+        were neither trained on nor discarded.
+        """
         self.check_story()
         assert self.latest == versions
         batches = [self.trained_on(version) for version in range(1, versions + 1)]
@@ -366,7 +371,7 @@ class Model:
         return {prompt: self.slow[prompt] for prompt in prompts if self.slow[prompt]}
 
     def to_draw_anew(self) -> dict[int, int]:
-        """Map prompts that are still to be trained on to their number of batches that were not finite."""
+        """Map each prompt that must still be trained on to the number of its batches that were not finite."""
         wanted = {key.prompt for key, fate in self.fates.items() if fate in ("open", "batch")}
         return dict(Counter(prompt for _, prompt in self.rejected if prompt in wanted))
 

@@ -1,4 +1,4 @@
-"""Runs on a log with real batch files, and a forger of logs that alters them with or without a new hash chain."""
+"""Makes runs on a log with real batch files, and forges logs: alters them with or without a new chain of hashes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def told(group: TrajectoryGroup) -> TrainedGroup:
 
 
 class RealScheduler(Scheduler):
-    """Commits real batches."""
+    """A scheduler that commits real batches."""
 
     def commit(self, surplus: int = 3) -> Entry:
         number, state = self.next, self.log.state
@@ -178,7 +178,7 @@ def _number(entry: Entry) -> int:
 
 
 def forget(store: ObjectStore) -> None:
-    """Remove snapshots, segments and audits, which would show what the log was before."""
+    """Remove snapshots, segments and audits, because they would show the log as it was before."""
     for folder in CACHES:
         for path in list(store.list(folder)):
             store.delete(path)
@@ -190,7 +190,7 @@ def resealed(store: ObjectStore, n: int, **changed: Any) -> None:
 
 
 def rewritten(store: ObjectStore, entries: list[Entry]) -> None:
-    """Replace the log by a numbered, chained and sealed one, without a trace of the old log."""
+    """Replace the log by one with valid numbers, hashes and checksums, without a trace of the old log."""
     for path in list(store.list("log")):
         store.delete(path)
     forget(store)
@@ -204,7 +204,7 @@ def rewritten(store: ObjectStore, entries: list[Entry]) -> None:
 
 
 def changed(store: ObjectStore, n: int, change: Callable[[Any], Any]) -> None:
-    """Return the log with another body of entry `n`, chained again."""
+    """Return the log with another body of entry `n`, and with new hashes of all later entries."""
     entries = read(store)
     entries[n] = replace(entries[n], body=change(entries[n].body))
     rewritten(store, entries)
@@ -232,7 +232,7 @@ def inserted(store: ObjectStore, at: int, entry: Entry) -> None:
 
 
 def rebatched(store: ObjectStore, number: int, change: Callable[[list[TrajectoryGroup]], list[TrajectoryGroup]]) -> str:
-    """Replace the file of batch `number` and its name in the entry; return the path."""
+    """Replace the file of batch `number`, and its name in the log entry. Return the path."""
     entry = committed(store, number)
     assert isinstance(entry.body, BatchCommitted)
     path = entry.body.file.path

@@ -1,4 +1,6 @@
-"""The machines' scripts as Terraform renders them, and their credentials script, run with a stand-in `aws`."""
+"""Reads the scripts of the AWS machines as Terraform renders them, and runs their credentials script with a stand-in
+for the command `aws`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.support.terraform import resources, script
 REGION = "eu-central-1"
 CREDENTIALS = ("rollflow/ray-token", "rollflow/ray-authority")
 
-# Two calls of the AWS command line, with its exit code for a refusal.
+# Stand-in for two calls of the AWS command line, with its exit code for a refused request.
 AWS = f"""#!{sys.executable}
 import sys
 import boto3
@@ -54,7 +56,9 @@ def ray_options(body: str) -> list[str]:
 
 
 def user_data(plan: dict[str, Any]) -> dict[str, str]:
-    """Return the scripts that a plan knows, by kind of machine; the control machine's names a secret that RDS makes."""
+    """Return the user data scripts that a plan contains, by kind of machine. The script of the control machine names a
+    secret that RDS creates.
+    """
     found = {**resources(plan, "aws_launch_template"), **resources(plan, "aws_instance")}
     kinds = {"head": "module.head", "rollout": '["rollout"]', "train": '["train"]'}
     return {kind: script(next(one for at, one in found.items() if part in at)) for kind, part in kinds.items()}

@@ -1,12 +1,14 @@
-"""Virtual machines on this machine: network, mount and process namespaces, joined by a bridge with an S3 server.
+"""Simulates machines on this machine by network, mount and process namespaces, which a bridge with an S3 server
+connects.
 
     hub 10.77.0.254: bridge, S3 (moto)            each machine: own network, HOME, /tmp, /var/tmp and /dev/shm;
      |            |            |                  the rest of the disk is read-only
     10.77.0.1   10.77.0.2    10.77.0.3
 
-Machines communicate only over that bridge, and nothing leaves it. All processes live in one process namespace, whose
-first process is the hub's. When the hub's process ends (its standard input is closed, also by the death of the
-test), the kernel ends all other processes and removes mounts, bridge and links. This needs Linux, root and iproute2.
+Machines communicate only over the bridge, and cannot reach any other network. All processes live in one process
+namespace, whose first process is the hub's. The hub's process ends when its standard input is closed, which also
+happens when the test dies. The kernel then ends all other processes and removes mounts, bridge and links. This needs
+Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ class Machines:
         return dict(_line(self._hub))
 
     def machine(self, name: str, *, own_processes: bool = False) -> Machine:
-        """Connect a new machine; with `own_processes` it has a process namespace, so that Ray finds only its own
-        nodes.
+        """Connect a new machine. With `own_processes`, the machine has its own process namespace, so that Ray finds
+        only its own nodes.
         """
         self.names.append(name)
         return Machine(self, name, f"{NETWORK}.{len(self.names)}", own_processes=own_processes)
@@ -101,7 +103,7 @@ class Machine:
         self._holder = _helper(inside, "machine", name)
         _line(self._holder)
         self.pid = _only_child(self._holder.pid)
-        if own_processes:  # the first process of the namespace, because the one found is `unshare`
+        if own_processes:  # use the first process of the namespace, because the process that was found is `unshare`
             self.pid = _only_child(self.pid)
         machines.ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
         machines.ip("link", "set", name, "master", "bridge", "up")
@@ -134,7 +136,7 @@ class Machine:
         return keys | {"AWS_ENDPOINT_URL_S3": self.machines.endpoint}
 
     def know(self, hosts: Mapping[str, str]) -> None:
-        """Let the machine know other machines by name: `hosts` maps names to addresses."""
+        """Make other machines known to the machine by name: `hosts` maps names to addresses."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in hosts.items())]
         file = self.home / "hosts"
         self.path(file).write_text("\n".join([*lines, ""]))

@@ -1,5 +1,5 @@
-"""Finds names and first lines that break the rules of CONTRIBUTING's "Names and prose". The check reads only source
-code.
+"""Finds names, and first words of docstrings and descriptions, that break the rules in the section "Style" of
+CONTRIBUTING.md. The check reads only source code.
 
 python -m tests.support.naming    print the faults; `make lint` runs this
 """
@@ -66,7 +66,9 @@ def walk_functions(tree: ast.AST, path: str = "") -> Iterator[tuple[str, ast.Fun
 
 
 def check_function(file: str, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """Yield the faults of one function of the product. A property is named and described by a noun."""
+    """Yield the faults of one function outside of the tests. Properties are skipped, because they are named and
+    described by nouns.
+    """
     if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
         return
     if is_participle(node.name.strip("_")):
@@ -92,7 +94,7 @@ def check_descriptions(file: str, tree: ast.AST) -> Iterator[str]:
 
 
 def is_participle(name: str) -> bool:
-    """Report whether a function's name is a lone participle or adjective: no verb, no object."""
+    """Report whether a function's name is only a participle or an adjective, without a verb and an object."""
     return "_" not in name and name not in VERBS and (name in PARTICIPLES or name.endswith(("ed", "ing")))
 
 

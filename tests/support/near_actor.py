@@ -1,4 +1,4 @@
-"""An engine's actor in the test's own process, on the virtual clock, with calls that take time."""
+"""Runs the actor of an engine in the test's own process, on the virtual clock, with calls that take time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NearEngineActor(EngineActor):
 
 
 class Near:
-    """Replaces Ray's actor handle. Arguments and results are pickled.
+    """A replacement for Ray's actor handle. Arguments and results are pickled.
 
     Calls begin in order, each after the next delay of `delays`. Answers arrive after the same delay."""
 

@@ -1,4 +1,6 @@
-"""An engine that records its calls, and requests for a proxy with such engines; on the virtual clock."""
+"""An engine that records its calls, and functions that send requests to a proxy with such engines, on the virtual
+clock.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The loss of a whole batch under each preset, written from its paper's formula in plain floats, without tensors.
+"""Computes the loss of a whole batch for each preset, from the formula of the preset's paper, in plain floats without
+tensors.
 
-A batch is a list of rows. The loss of a batch is minimised. Means are over rows with tokens; groups compare all rows.
+A batch is a list of rows. The loss of a batch is minimised. Means are over rows that have tokens; group statistics
+include all rows.
 """
 
 from __future__ import annotations
@@ -165,7 +167,7 @@ def dr_grpo(rows: Rows) -> Dual:
 
 
 def dapo(rows: Rows) -> Dual:
-    """Compute the length penalty: the last fifth of the longest response costs up to 1."""
+    """Compute DAPO's loss, with a length penalty that rises to 1 in the last fifth of the largest response length."""
     cache = 0.2 * LONGEST
     penalty = [min(max((len(row.pi) - (LONGEST - cache)) / cache, 0.0), 1.0) for row in rows]
     advantages = normalised(rows, penalty)
@@ -263,7 +265,9 @@ def dppo(rows: Rows) -> Dual:
 
 
 def m2po(rows: Rows) -> Dual:
-    """Remove the largest squares until the mean of the rest is at most 0.04."""
+    """Compute M2PO's loss, without the tokens with the largest squared log-ratios: the mean of the other squares is at
+    most 0.04.
+    """
     squares = sorted((p - m) ** 2 for row in rows for p, m in zip(row.proximal, row.mu, strict=True))
     while squares and statistics.fmean(squares) > 0.04:
         squares.pop()
@@ -305,12 +309,12 @@ ORACLES: dict[str, Callable[[Rows], Dual]] = {
     "m2po": m2po,
     "roll-current": roll_current,
     "gigpo": gigpo,
-    "echo": grpo,  # of episodes without tokens of an environment
+    "echo": grpo,  # the observation loss is 0 in episodes without tokens of an environment
 }
 
 
 def gradient(oracle: Callable[[Rows], Dual], rows: Rows) -> list[list[float]]:
-    """Weight by the log-prob of each token."""
+    """Return the derivative of the loss with respect to the log-prob of each token."""
     found = []
     for i, row in enumerate(rows):
         slopes = []

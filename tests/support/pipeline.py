@@ -1,4 +1,4 @@
-"""The whole control path in one process, with scheduler, proxy, weight sync, channel and log; engines are timed.
+"""Runs scheduler, proxy, weight sync, channel and log of a run in one process, with timed engines.
 
 The scheduler, the learner and the channel each have their own view of the log, as separate processes would.
 """
@@ -51,7 +51,7 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 from tests.support.described import describe
 from tests.support.log_runs import read
 
-LOOK_SECONDS = 0.2  # how often a scheduler checks whether a batch was voided
+LOOK_SECONDS = 0.2  # interval at which a scheduler checks whether a batch was voided (revoked)
 PATIENCE_SECONDS = 1e6
 STUCK_SECONDS = 1e3
 
@@ -94,7 +94,7 @@ class InstantTurnFiles(TurnFiles):
 
 @dataclass
 class Pipeline:
-    """One run with timed parts. `store` outlives it, so that another pipeline can continue the run."""
+    """One run with timed parts. The `store` outlives the pipeline, so that another pipeline can continue the run."""
 
     store: ObjectStore
     versions: int = 6
@@ -103,7 +103,7 @@ class Pipeline:
     async_ratio: float = 1.0
     max_inflight_groups: int = 64
     slots: int = 8
-    longest: int = 64  # largest number of tokens of a response, with those that its environment adds
+    longest: int = 64  # largest number of tokens of a response, including those of its environment
     engines: int = 1
     train_seconds: float = 0.3
     reward_seconds: float = 0.01
@@ -145,7 +145,7 @@ class Pipeline:
         return self.log.state
 
     async def run(self) -> None:
-        """Train versions up to `versions`."""
+        """Train until version `versions` is published."""
         self._open()
         if self.policies.newest() < 0:
             self._publish(0, None)
@@ -311,7 +311,7 @@ class Pipeline:
                 self.batches.reject(self.learning, number, waiting.entry, "it is not finite")
 
     def _harm(self, number: int) -> Damage | None:
-        """Return what is wrong with the current attempt at batch `number`."""
+        """Return the damage of the current attempt at batch `number`."""
         return self.damage.get((number, voids_of(self.store, number))) if self.damage else None
 
     def _publish(self, version: int, batch: CommittedBatch | None) -> None:
@@ -344,7 +344,7 @@ def voids_of(store: ObjectStore, number: int) -> int:
 
 
 def damaged(store: ObjectStore, file: StoredObject, how: Damage) -> None:
-    """Damage a committed batch, as a disk, a person or another program might."""
+    """Damage a committed batch, as a disk, a user or another program might do."""
     data = store.get(file.path)
     if how == "gone":
         store.delete(file.path)

@@ -1,7 +1,8 @@
 """Starts the engines of a run under several placements, and prints the nodes on which they run.
 
-`python -m tests.support.placed ADDRESS FOLDER`: the cluster has one node with the resource "rollout", and this node
-has the label of `LABELS`. The last line of output is JSON: that node, and for each placement the nodes of its engines.
+`python -m tests.support.placed ADDRESS FOLDER`: the cluster has one node with the resource "rollout", and this node has
+the label of `LABELS`. The last line of the output is JSON: it contains this node, and for each placement the nodes of
+its engines.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def nodes_of_engines(context: RunContext) -> list[str]:
 def main() -> None:
     address, folder = sys.argv[1], Path(sys.argv[2])
     shared = {"address": address}
-    runs = {  # prepared first, because the checks attach to the cluster themselves
+    runs = {  # the runs are prepared first, because their checks attach to the cluster themselves
         name: prepare_small(
             folder, name, cluster=shared | {"placement": placement, "env": {"PLACED": name}}, engine={"kind": "timed"}
         )

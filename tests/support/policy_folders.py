@@ -1,4 +1,4 @@
-"""Tiny policy folders of several architectures, each with its own byte-level tokenizer."""
+"""Makes tiny policy folders of several architectures, each with its own byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def make_tokenizer(
     plain: Sequence[str] = (),
     around: str | None = None,
 ) -> int:
-    """Save a tokenizer and return its number of tokens. `around` is what it adds to a text, e.g. "<|start|> $A"."""
+    """Save a tokenizer and return its number of tokens. `around` is the template of the tokens that it adds to a text,
+    e.g. "<|start|> $A".
+    """
     made = Tokenizer.from_str(_trained())
     made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
     if around:
@@ -128,7 +130,8 @@ def change_json(file: Path, **changes: object) -> None:
 
 
 def recipe_of(folder: Path, **prompts: object) -> RunConfig:
-    """Return a recipe for that policy with the transformers engine, and questions from the same folder."""
+    """Return a recipe for the policy in a folder, with the transformers engine and with questions from the same folder.
+    """
     file = folder / "say.jsonl"
     if not file.exists():
         file.write_text("".join(f'{{"question": "Say {i} ({i * i}).", "answer": "{i}"}}\n' for i in range(40)))

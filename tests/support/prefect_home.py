@@ -1,4 +1,4 @@
-"""The database that a Prefect server creates at its first start.
+"""Copies the database that a Prefect server creates at its first start to the run homes of tests.
 
 The database is created once for all tests, because its creation takes half of a server's start.
 """
@@ -50,7 +50,7 @@ def use_server(server: PrefectServer) -> Iterator[PrefectServer]:
 
 
 def give(made: Path, home: Path) -> None:
-    """Copy the database to where the server of `home` looks for it."""
+    """Copy the database to the path at which the server of `home` looks for it."""
     (home / "prefect").mkdir(parents=True)
     for file in made.glob("prefect.db*"):
         shutil.copy(file, home / "prefect")

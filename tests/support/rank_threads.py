@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: they compute the same sums as processes, without a process start."""
+"""Runs ranks as threads of this process. They compute the same sums as processes, but no process has to be started."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Small runs that earlier releases recorded as archives, and the program that records them.
+"""Unpacks small runs that earlier releases recorded as archives, and records such archives.
 
 Each archive in `tests/fixtures/runs` has one run's storage: log, policies, learner states, trajectories and the records
 beside the log. An archive is never recorded again, because it proves that this release reads what an earlier release
-wrote. A new format gets archives of its own:
+wrote. Add new archives for a new storage format:
 
     python -m tests.support.recorded FOLDER [NAME ...]     # some minutes a run; archives are written to FOLDER
 
-A run is trained for two versions, then resumed for a third by a changed config. `reward.png` is left out.
+A run is trained for two versions, and then resumed for a third version by a changed config. The archive does not
+contain `reward.png`.
 """
 
 from __future__ import annotations

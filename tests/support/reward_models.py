@@ -1,4 +1,4 @@
-"""Tiny reward models with random weights, whose tokenizer knows every byte."""
+"""Makes tiny reward models with random weights, whose tokenizer can encode every byte."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Scores responses on a Ray cluster, loses a node, a helper or the reward actor, and writes what it saw.
+"""Scores responses on a Ray cluster, loses a node, a helper (further reward actor) or the reward actor, and writes what
+happened.
 
-`python -m tests.support.reward_places nodes FOLDER` loses one of two nodes, and then the reward actor.
-`python -m tests.support.reward_places programs FOLDER` runs programs in sandboxes. Their queue starts a helper, which
-is killed, and started again.
+`python -m tests.support.reward_places nodes FOLDER` loses one of two nodes, and then the reward actor. `python -m
+tests.support.reward_places programs FOLDER` runs programs in sandboxes. The queue of programs starts a helper, which is
+killed and started again.
 
-The result is `FOLDER/found.json`. The script is a process of its own, because Ray reads the token of a cluster when it
-is first imported.
+The result is `FOLDER/found.json`. The script runs in a separate process, because Ray reads the token of a cluster when
+Ray is first imported.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WAIT_SECONDS = 180.0
 QUICK, SLOW = "print(7)", "import time\ntime.sleep(6)\nprint(7)"
 CASES = {"cases": [{"stdin": "", "stdout": "7"}]}
 PROGRAMS = 20
-SANDBOXED = 3  # processes of a helper that runs a program: its own, a worker, and at least one of the sandbox
+SANDBOXED = 3  # processes of a helper that runs a program: the actor's, a worker's, and at least one of the sandbox
 CONFIGS: dict[str, tuple[RewardConfig, RewardActorsConfig]] = {
     "nodes": (
         ImportReward(path="tests.support.reward_places:score_when", workers=2, deadline_seconds=WAIT_SECONDS),
@@ -49,7 +50,8 @@ CONFIGS: dict[str, tuple[RewardConfig, RewardActorsConfig]] = {
 
 
 def score_when(response: str, reference: Mapping[str, Any]) -> Score:
-    """Wait until a file exists; return a score whose reason names the actor's process and the worker's."""
+    """Wait until a file exists, and return a score whose reason names the process of the actor and that of the worker.
+    """
     while not os.path.exists(reference["until"]):
         time.sleep(0.01)
     return Score(float(reference["number"]), f"{os.getppid()} {os.getpid()}")
@@ -102,14 +104,16 @@ class Scoring:
         return status
 
     def ask(self, count: int, until: Path) -> list[asyncio.Future[Score]]:
-        """Ask for the scores of further responses, which wait for a file."""
+        """Ask for the scores of further responses. Scoring waits until a file exists."""
         numbers = range(self.numbers, self.numbers + count)
         self.numbers += count
         found = [ScoreRequest([1], {"until": str(until), "number": number}) for number in numbers]
         return [asyncio.ensure_future(self.client.score(request)) for request in found]
 
     async def take(self, waiting: Sequence[asyncio.Future[Score]]) -> Counter[int]:
-        """Return the number of responses that each actor process scored; check that each response has its own score."""
+        """Return the number of responses that each actor process has scored, and check that each response has its own
+        score.
+        """
         async with asyncio.timeout(WAIT_SECONDS):
             scores = await asyncio.gather(*waiting)
         values = [int(score.value) for score in scores]
@@ -135,7 +139,9 @@ async def await_end(processes: Sequence[psutil.Process]) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs; a process that nobody has waited for has ended."""
+    """Return whether a process runs. A process that has ended, but that no parent has waited for (a zombie), does not
+    run.
+    """
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -143,7 +149,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 async def score_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
-    """Run all phases; return what the test compares."""
+    """Run all phases, and return the results that the test compares."""
     scoring, found = Scoring(folder), dict[str, Any]()
     now = folder / "now"
     now.touch()
@@ -157,7 +163,7 @@ async def score_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
 
     lost = find_workers(helper)
     waiting = scoring.ask(12, later := folder / "later")
-    await asyncio.sleep(2.0)  # both actors have responses
+    await asyncio.sleep(2.0)  # now both actors have responses
     [raylet] = [pid for pid in node.processes if psutil.Process(pid).name() == "raylet"]
     os.kill(raylet, signal.SIGKILL)
     found["processes of the lost node ended"] = await await_end(lost)

@@ -1,7 +1,7 @@
-"""A moto server on loopback that handles one write at a time.
+"""Runs a moto server (an imitation of S3) on loopback that handles one write at a time.
 
-moto checks and writes a conditional PUT in two steps, while S3 takes one step. So this server takes one write at a
-time.
+moto checks and writes a conditional PUT in two steps, while S3 uses one step. For this reason, the server handles one
+write at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def s3_server(
 ) -> Iterator[str]:
     """Start a moto server with one bucket and yield its endpoint; `reads` counts the reads of each key.
 
-    Objects of earlier servers in this process are gone, because all of them share one backend.
+    Objects of earlier servers in this process are deleted, because all servers of the process share one backend.
     """
     for account in s3_backends.values():
         for backend in account.values():
@@ -64,7 +64,7 @@ def s3_server(
 
 
 def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the usual AWS variables, so that only this server is reached."""
+    """Set the usual AWS variables, so that clients reach only this server."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)

@@ -1,4 +1,4 @@
-"""Starts sandboxes of each kind, for the contract's tests."""
+"""Starts sandboxes of each kind, for the tests of the sandbox contract."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ LOCAL: dict[str, SandboxBase] = {
     "sandlock": SandlockSandbox(**SMALL, processes=16, spares=0),
     "unsafe-process": UnsafeProcessSandbox(**SMALL, processes=16, spares=0),
 }
-KINDS = (*LOCAL, "run-code", "rock")  # the last two are on a server of bubblewrap sandboxes, on a free port
-LONG = 60.0  # seconds; longer only for a hang
+KINDS = (*LOCAL, "run-code", "rock")  # the last two kinds use a server of bubblewrap sandboxes, on a free port
+LONG = 60.0  # seconds; only a program that hangs takes longer
 SERVED = ServerBounds(memory_bytes=SMALL["memory_bytes"])
 
 
 @asynccontextmanager
 async def start_kind(kind: str, needed: Collection[Capability] = ()) -> AsyncIterator[Sandboxes]:
-    """Start sandboxes of one kind; skip the test if this machine cannot run them, or if they lack a capability."""
+    """Start sandboxes of one kind. Skip the test if this machine cannot run them, or if they lack a required
+    capability.
+    """
     async with AsyncExitStack() as stack:
         try:
             if (config := LOCAL.get(kind)) is None:

@@ -1,4 +1,6 @@
-"""Finds the processes of the sandboxes that this process owns; other tests of this process have children too."""
+"""Finds the processes of the sandboxes that this process owns. Other tests in this process also have child processes,
+which are not counted.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import psutil
 
 
 def list_boxes() -> list[psutil.Process]:
-    """List the children of this process from which sandboxes descend."""
+    """List the boxes: the child processes of this process from which the processes of sandboxes descend."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -18,7 +20,7 @@ def list_boxes() -> list[psutil.Process]:
 
 
 def list_sandbox_processes() -> list[psutil.Process]:
-    """List the boxes of this process and everything that descends from them."""
+    """List the boxes of this process and all processes that descend from them."""
     found = list_boxes()
     for box in list(found):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,5 @@
-"""Runs one random schedule cheaply: the shipped scheduler, proxy, controller and log, timed parts, and a ledger.
+"""Runs one random schedule cheaply: with rollflow's scheduler, proxy, controller and log, with timed parts, and with a
+ledger that checks each commit.
 
 There are no batch files, no Arrow and no audit, so a schedule takes some ten milliseconds and thousands can be drawn.
 To stop a process, its tasks are cancelled; the next process reads the log, claims the scheduler's role and continues.
@@ -49,7 +50,9 @@ FILTERS = {
 
 
 class Trouble(NamedTuple):
-    """An engine is killed, or replaced while it lives; `down` seconds later another one joins in its place."""
+    """A failure in which an engine is killed, or is replaced while it lives. After `down` seconds, another engine joins
+    in its place.
+    """
 
     at: float
     which: int
@@ -58,7 +61,7 @@ class Trouble(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The process stops after some seconds; then a number of untrained batches is voided."""
+    """A stop of the process after some seconds, followed by voids (revocations) of a number of untrained batches."""
 
     after: float
     voids: int
@@ -76,7 +79,7 @@ class Case:
     batches: int = 4
     max_inflight_groups: int = 64
     max_unscored: int | None = None
-    limited: bool = False  # whether groups start only into free slots
+    limited: bool = False  # whether groups start only if slots are free
     routing: Routing = "least-work"
     redundant_groups: int = 0
     redundant_responses: int = 0
@@ -89,7 +92,7 @@ class Case:
     filter: str = "none"
     in_flight: InFlight = "continue"
     shares: tuple[float, ...] = (1.0,)
-    questions: tuple[int, ...] = ()  # number of questions of each source that skips solved ones; 0: it skips none
+    questions: tuple[int, ...] = ()  # number of questions of each source that skips solved questions; 0: no skips
     solved_every: int = 3
     sigma: float = 1.0
     slowing: float = 0.0
@@ -105,12 +108,12 @@ class Case:
     stops: tuple[Stop, ...] = ()
     attempts: int = 10**6
     turns: int = 1
-    kv_tokens: int | None = None  # tokens of an engine's KV cache, by which episodes are admitted
+    kv_tokens: int | None = None  # tokens of an engine's KV cache, which limit the admitted episodes
     seed: int = 0
 
     @property
     def sources(self) -> list[FilePrompts]:
-        """The sources of prompts, as far as they skip solved questions."""
+        """The prompt sources. A source with a number of questions skips solved questions."""
         every = [self.solved_every if questions else 1 for questions in self.questions]
         return [FilePrompts(path=f"{which}.jsonl", solved_every=one) for which, one in enumerate(every)]
 
@@ -142,7 +145,7 @@ class Case:
         )
 
     def engine(self, place: int) -> TimedEngineConfig:
-        """Create an engine for this place."""
+        """Create the engine with this index."""
         return TimedEngineConfig(
             max_concurrent_requests=self.slots,
             max_new_tokens=MAX_NEW_TOKENS,
@@ -156,7 +159,7 @@ class Case:
 
 
 class Talk(Environment):
-    """An environment of `turns` turns, with a tenth of a second between two of them."""
+    """An environment of `turns` turns, with a tenth of a second between two turns."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -212,7 +215,7 @@ class Watched(TimedEngine):
 
 @dataclass
 class Life:
-    """One process: from the newest commit to the last version, or until it is cancelled."""
+    """One process, which works from the newest commit to the last version, or until it is cancelled."""
 
     case: Case
     ledger: Ledger
@@ -267,7 +270,7 @@ class Life:
         return Watched(self.case.engine(place), self.case.latency, self._first)
 
     def _first(self, id: str, version: int) -> bool:
-        """Record that a response starts or restarts, and check that some batch can still use this response."""
+        """Record that a response starts or restarts, and check that a batch can still use this response."""
         prompt, attempt, sample, *turn = map(int, id.rstrip("'").split("."))
         if turn:  # the first turn has started the response
             return True
@@ -323,7 +326,7 @@ def _as_it_is(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def ran(case: Case) -> Ledger:
-    """Run a schedule from beginning to end, over all its stops, and return the ledger."""
+    """Run a schedule from beginning to end, through all its stops, and return the ledger."""
 
     async def main() -> Ledger:
         ledger = Ledger(case)
@@ -355,7 +358,7 @@ async def stopped(life: Life, stop: Stop) -> None:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Return the innermost first error, so that shrinking does not mix up different bugs."""
+    """Return the innermost first error, so that Hypothesis does not mix up different bugs when it shrinks a case."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,5 @@
-"""User-defined verifiers in every form. A response's reference says what happens to the response."""
+"""User-defined scorers in every allowed form. The reference of a response says what the scorer does with the response.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from rollflow.tasks.scorers.token_values import split_steps
 
 Reference = Mapping[str, Any]
 PARTS = {"answer": 0.5, "length": 0.25}
-_here = 0  # responses that `meet` is scoring at present
+_here = 0  # number of responses that `meet` is scoring now
 
 
 def one(response: str, reference: Reference) -> Score:
@@ -108,15 +109,15 @@ def each_token_of_several(
 
 
 def optional_tokens(response: str, reference: Reference, tokens: int = 2) -> float:
-    """Return an option that happens to be called `tokens`."""
+    """Return the value of an option that has the name `tokens`, like the argument for the tokens of a response."""
     return float(tokens)
 
 
 def one_token_value(response: str, reference: Reference) -> Score:
-    """Give a value for one token, whatever the length of the response."""
+    """Give a value for only one token, no matter how long the response is."""
     return Score(1.0, token_values=[0.25])
 
 
 def wrong(response: str, reference: Reference) -> Score:
-    """Find every response wrong."""
+    """Judge every response as wrong."""
     return Score(0.0)

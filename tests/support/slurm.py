@@ -1,9 +1,10 @@
-"""Slurm on virtual machines: a controller, a daemon on each machine, and a shared disk at /mnt.
+"""Runs Slurm on simulated machines, with a controller, a daemon on each machine, and a shared disk at /mnt.
 
     low   a partition whose jobs are preempted, with a grace period
     high  a partition whose jobs preempt those of low
 
-This needs Debian's slurmctld, slurmd and munge. Processes are tracked by their parents, because there are no cgroups.
+The module needs Debian's slurmctld, slurmd and munge. Processes are tracked by their parents, because there are no
+cgroups.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def why_not() -> str:
 
 
 class Slurm:
-    """A cluster of two nodes on `machines`, which ends with them."""
+    """A cluster of two nodes on `machines`. It ends with the machines."""
 
     def __init__(self, machines: Machines) -> None:
         machines.share_disk()
@@ -96,7 +97,7 @@ class Slurm:
         return self.nodes[0].path(FOLDER / name)
 
     def run(self, *command: str, **environment: str) -> str:
-        """Run a command of Slurm on the first node, in the shared folder; it must succeed."""
+        """Run a command of Slurm on the first node, in the shared folder. The command must succeed."""
         inside = ["nsenter", "--target", str(self.nodes[0].pid), "--net", "--mount", "--pid", f"--wdns={FOLDER}", "--"]
         done = subprocess.run(
             [*inside, *command],
@@ -109,7 +110,7 @@ class Slurm:
         return done.stdout
 
     def submit(self, *command: str, **environment: str) -> str:
-        """`sbatch`; return the number of the job."""
+        """Submit a job with `sbatch`, and return its number."""
         return self.run("sbatch", "--parsable", *command, **environment).strip()
 
     def job(self, number: str) -> dict[str, str]:
@@ -129,7 +130,7 @@ class Slurm:
         node.start(named, SLURM_CONF="/tmp/slurm.conf")
 
     def _environment(self) -> Mapping[str, str]:
-        """Prepare what a user has on a login node: the environment with rollflow, and credentials."""
+        """Prepare the environment of a user on a login node: a virtual environment with rollflow, and credentials."""
         person: dict[str, Any] = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "HOME": str(FOLDER),

@@ -1,8 +1,8 @@
-"""A small real run without Ray: its own policy folder, artificial batches, and the real learner's actor in this
-process.
+"""Makes a small run without Ray, with its own policy folder, artificial batches, and the real actor of the learner in
+this process.
 
-A batch is built when the learner asks for it: its newest tokens are of the version that the learner has published last.
-Until that version is committed, the feed has no batch.
+A batch is built when the learner asks for it. Its newest tokens are sampled by the version that the learner has
+published last. Until that version is committed, the feed has no batch.
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ class Halt(Exception):
 class StoreFeed:
     """A `BatchFeed` of artificial batches; from batch `until` on, the first request ends the learner.
 
-    That batch is committed and waits. The feed claims the run as its scheduler, and as its supervisor if there is none.
+    Batch `until` is committed and waits for training. The feed claims the run as its scheduler, and as its supervisor
+    if there is none.
     """
 
     def __init__(self, context: RunContext, until: int | None = None, *, ahead: bool = False) -> None:
-        """Prepare the feed; with `ahead`, a batch's tokens are at most of the version before its own, as if
-        published late.
+        """Prepare the feed. With `ahead`, the tokens of a batch come at most from the version before the batch's own,
+        as if this version was published late.
         """
         self.ahead = ahead
         self.context, self.log, self.batches = context, context.log, context.batches
@@ -138,7 +139,7 @@ def prepare_small(
 ) -> RunContext:
     """Prepare a run of `versions` versions in `ROLLFLOW_HOME`, without claiming it."""
     if reward is None and any(source["kind"] == "jsonl" for source in prompts or ()):
-        reward = {"kind": "exact"}  # the rows of these questions have no family
+        reward = {"kind": "exact"}  # the rows of these questions name no family of reasoning-gym
     policy = folder / "policy"
     if not policy.exists():
         make_policy(policy)
@@ -184,7 +185,7 @@ def _policy_files() -> Mapping[str, bytes]:
 
 
 def copy_run(context: RunContext, folder: Path) -> RunContext:
-    """Copy a run whose store is a folder; the copy has a cache of its own."""
+    """Copy a run whose store is a folder. The copy has its own cache."""
     shutil.copytree(context.uri, folder)
     return RunContext(str(folder), folder.with_name(f"{folder.name}-cache"))
 
@@ -192,8 +193,9 @@ def copy_run(context: RunContext, folder: Path) -> RunContext:
 def batch(context: RunContext, number: int, *, ahead: bool = False) -> StagedBatch:
     """Build artificial responses to the run's own prompts; in batch 2 one prompt was discarded as stale and reissued.
 
-    Responses begin alpha versions before the batch, if there are so many, and end under its own unless `ahead`. One
-    more prompt is in flight than batches have used. A voided batch is built again from the next attempts.
+    Responses begin alpha versions before the batch's version, if there are so many versions. They end under the batch's
+    version, unless `ahead` is true. One more prompt is in flight than batches have used. A voided batch is built again
+    from the next attempts.
     """
     started = max(number - int(context.config.async_ratio), 0)
     newest = started if ahead else number
@@ -215,7 +217,7 @@ def batch(context: RunContext, number: int, *, ahead: bool = False) -> StagedBat
 def trajectory(
     prompt: Sequence[int], sample: int, started: int, newest: int, draw: random.Random, stop: int
 ) -> Trajectory:
-    """Build a response begun and ended under these versions; a short one ends with the token `stop`."""
+    """Build a response that begins and ends under these versions. A short response ends with the token `stop`."""
     length = draw.randint(2, 8)
     versions = tuple(started if t < length // 2 else newest for t in range(length))
     response = tuple(draw.randint(3, 250) for _ in range(length))
@@ -235,7 +237,7 @@ def trajectory(
 
 
 def train_small(context: RunContext, until: int | None = None) -> LearnerActor:
-    """Train to the end, or until batch `until` is requested; return the learner's actor in its state then."""
+    """Train to the end, or until batch `until` is requested. Return the learner's actor in its state at that time."""
     actor = LearnerActor(context, channel=StoreFeed(context, until))
     try:
         actor.run()

@@ -1,4 +1,4 @@
-"""A command in a real terminal: a pseudo-terminal that shows what a person sees, and types what a person types."""
+"""Runs a command in a pseudo-terminal, types keys as a user does, and reads the text that a user would see."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Terminal:
     process: subprocess.Popen[bytes]
     master: int
     shown: str = ""
-    read: int = 0  # position behind the text that was awaited last
+    read: int = 0  # position after the text that was awaited last
 
     def type(self, text: str) -> None:
         """Press these keys."""
@@ -48,7 +48,7 @@ class Terminal:
         self.type(CTRL_C)
 
     def await_text(self, text: str) -> str:
-        """Wait until the text appears after what was awaited before; return everything up to it."""
+        """Wait until the text appears after the text that was awaited before. Return all text up to it."""
         limit = time.monotonic() + HANG_SECONDS
         while (at := self.shown.find(text, self.read)) < 0:
             assert time.monotonic() < limit, f"waited for {text!r}; shown: {self.shown}"
@@ -65,7 +65,7 @@ class Terminal:
         return self.process.wait(HANG_SECONDS)
 
     def _follow(self, seconds: float) -> bool:
-        """Read what is shown next; return False if the command has closed the terminal."""
+        """Read the text that is shown next. Return False if the command has closed the terminal."""
         if not select.select([self.master], [], [], seconds)[0]:
             return True
         try:
@@ -84,7 +84,7 @@ def _control_terminal() -> None:
 
 @contextmanager
 def terminal(*arguments: str, env: Mapping[str, str] | None = None, columns: int = 80) -> Iterator[Terminal]:
-    """Run `rollflow` with these arguments in a terminal of its own."""
+    """Run `rollflow` with these arguments in a separate terminal."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, pack("HHHH", 40, columns, 0, 0))
     variables = {**os.environ, "TERM": "xterm", **(env or {})}

@@ -1,4 +1,5 @@
-"""Terraform in a copy of `infra/terraform`, against a moto server: nothing is downloaded, and AWS is not contacted.
+"""Runs Terraform in a copy of `infra/terraform`, against a moto server. Nothing is downloaded, and AWS is not
+contacted.
 
 The provider comes from a folder that `terraform providers mirror /opt/tf-plugins` fills; `ROLLFLOW_TF_PLUGINS` names
 another folder.
@@ -54,7 +55,7 @@ def why_not() -> str:
 
 @dataclass
 class Terraform:
-    """An example in its own folder, and the server that it is applied to."""
+    """An example of `infra/terraform` in its own folder, and the server to which it is applied."""
 
     folder: Path
     endpoint: str

@@ -1,4 +1,4 @@
-"""The width of tickets of the slot queue."""
+"""Computes the width of tickets (requests for slots of an engine) in the slot queue."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, Progr
 
 
 class PlannedSandboxes:
-    """Runs programs by waiting, so that a test on the virtual clock takes no time."""
+    """Sandboxes that run programs by waiting, so that a test on the virtual clock takes no time."""
 
     capabilities = frozenset[Capability]()
 

@@ -1,4 +1,4 @@
-"""A random Qwen2 of 0.1M parameters with tied embeddings, and its log-probs as computed by transformers."""
+"""Makes a random Qwen2 of 0.1M parameters with tied embeddings, and computes its log-probs with transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def make_policy(folder: Path) -> Path:
 
 
 def make_weights(folder: Path, seed: int, *, tied: bool = True) -> Path:
-    """Make weights for that policy, or for one with an untied head; different seeds give very different weights."""
+    """Make weights for the tiny policy, or for one with an untied output head. Different seeds give very different
+    weights.
+    """
     torch.manual_seed(seed)
     config = _config()
     config.tie_word_embeddings = tied
@@ -49,7 +51,7 @@ def letter(token: int) -> str:
 def reference_logprobs(
     weights: Path, tokens: Sequence[int], temperature: float = 1.0, dtype: str = "float32"
 ) -> list[float]:
-    """Compute the log-probability of tokens[1:] given their prefixes."""
+    """Compute the log-probability of each token of tokens[1:], given the tokens before it."""
     with torch.no_grad():
         logits = _model(weights, dtype)(torch.tensor([list(tokens)])).logits[0, :-1].float() / temperature
     following = torch.tensor(list(tokens[1:])).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""A TLS proxy for a server without TLS: it passes all bytes on unchanged."""
+"""Runs a TLS proxy for a server without TLS. The proxy forwards all bytes unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A runner of a trivial "post-training" flow, which counts until `go` is in the run's storage, then ends the run.
+"""Runs a trivial "post-training" flow, which counts until the object `go` is in the run's storage, and then ends the
+run.
 
-Its status contains its process id, so that a test can kill it; `fail` in the storage makes it raise.
+The flow's status contains its process id, so that a test can kill the process. If the object `fail` is in the storage,
+the flow raises an error.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def main() -> None:
     from rollflow.flows.recover import recover
     from rollflow.flows.registration.registering import DeploymentOffer
     from tests.support.trivial_supervisor import (
-        post_training,  # the imported flow, not the one of `__main__`, because flow processes import it by name
+        post_training,  # the imported flow and not that of `__main__`, because flow processes import it by name
     )
 
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""Multipart uploads to a moto server in this process, as a killed or a slow writer leaves them."""
+"""Makes unfinished multipart uploads to a moto server in this process, as a killed or a slow writer leaves them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PART = 1000  # the size of a part in bytes
 
 
 def uploads() -> dict[str, Any]:
-    """Return the server's own uploads, by id."""
+    """Return the uploads in the server's memory, by id."""
     [backend] = [backend for account in s3_backends.values() for backend in account.values()]
     found: dict[str, Any] = backend.buckets[BUCKET].multiparts
     return found
 
 
 def begun(run: S3Store, key: str, parts: int = 1) -> str:
-    """Start an upload of this many parts (one may be small) without completing it; return its id."""
+    """Start an upload of this many parts (one part may be small) without completing it, and return its id."""
     upload: str = run._call("create_multipart_upload", Key=run._key(key))["UploadId"]
     for number in range(1, parts + 1):
         run._call("upload_part", Key=run._key(key), UploadId=upload, PartNumber=number, Body=b"x" * PART)

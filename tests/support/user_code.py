@@ -1,4 +1,4 @@
-"""The package of docs/own_parts, as a user has it: importable in this process and its children."""
+"""Makes the package of docs/own_parts importable in this process and its child processes, as for a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long tests wait. A bound ends a hang and never measures speed, because machines are slow and busy."""
+"""Waits in tests. A time limit only ends a hang, and never measures speed, because machines may be slow and busy."""
 
 from __future__ import annotations
 

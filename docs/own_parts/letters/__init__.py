@@ -1,1 +1,1 @@
-"""Counting letters: prompts, a scorer, an objective, environments and a tool of your own."""
+"""Example of user-defined parts, about counting letters: prompts, a scorer, an objective, environments and a tool."""

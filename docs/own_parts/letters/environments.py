@@ -1,4 +1,6 @@
-"""Environments: the policy answers, reads a hint or the result of a tool, and answers again; the last answer counts."""
+"""Environments in which the policy answers, reads a hint or a tool's result, and answers again. Only the last answer is
+scored.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class SecondThought(Environment):
-    """`hint` is added after the first answer, as tokens on which the policy is not trained."""
+    """An environment that adds `hint` after the first answer, as tokens on which the policy is not trained."""
 
     def __init__(self, hint: Sequence[int]) -> None:
         self._hint = tuple(hint)
@@ -27,7 +29,7 @@ class SecondThought(Environment):
 
 
 class AskTool(Environment):
-    """The policy may call the tool `count`, as in `<a:banana>`, reads its result, and answers."""
+    """An environment in which the policy may call the tool `count` by `<a:banana>`, reads its result, and answers."""
 
     CALL = re.compile(r"<(\w):(\w+)>$")
 

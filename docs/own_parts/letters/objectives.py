@@ -1,4 +1,4 @@
-"""An objective: REINFORCE, with a truncated importance weight towards the policy that sampled."""
+"""An objective: REINFORCE, with a truncated importance weight relative to the policy that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 
 
 class TruncatedReinforce(Objective):
-    """-sg(min(pi/mu, cap)) A log pi."""
+    """The loss of a token: -sg(min(pi/mu, cap)) A log pi."""
 
     by_token = True
 

@@ -1,4 +1,4 @@
-"""Prompts: how many times a letter stands in a word."""
+"""A prompt source whose questions ask how often a letter occurs in a word."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from rollflow.tasks.prompts.base import Question, QuestionSource
 
 
 class LetterCounts(QuestionSource):
-    """Words are drawn from `alphabet`; a question is a function of the seed, its stream and its position."""
+    """Questions about random words of letters from `alphabet`. The seed, the stream and the position of a question
+    determine the question.
+    """
 
     def __init__(self, *, seed: int, held_out: int, alphabet: str = "abc", length: int = 6) -> None:
         self._seed, self._alphabet, self._length = seed, alphabet, length
@@ -29,7 +31,7 @@ class LetterCounts(QuestionSource):
         return list(self._held.values())[:count]
 
     def _outside(self, stream: str, position: int) -> Question:
-        """The first of a position's own questions that is not held out."""
+        """Return the first question of a position that is not held out. A position has several candidates."""
         tries = (self._drawn(stream, position, attempt) for attempt in range(1000))
         return next(question for question in tries if question.text not in self._held)
 

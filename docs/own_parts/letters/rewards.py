@@ -9,7 +9,9 @@ from rollflow.tasks.scorers.base import Score
 
 
 def near(response: str, reference: Mapping[str, Any], *, width: int = 1) -> Score:
-    """1 for the right number, falling to 0.1 where it is more than `width` off; else 0.1 times its share of digits."""
+    """Return 1 for the correct number, and down to 0.1 for a number that is off. A number that is more than `width` off
+    gets 0.1. A response that is not a number gets 0.1 times its share of digits.
+    """
     if not response.isdecimal():
         digits = sum(character.isdecimal() for character in response)
         return Score(0.1 * digits / max(len(response), 1), "not a number")

@@ -2,10 +2,10 @@ locals {
   head_ip   = cidrhost(cidrsubnet(var.cidr, 4, 0), 10)
   store_uri = "s3://${module.bucket.name}/store"
 
-  # The environment of every node. The files are there while Ray runs.
+  # The environment of every node. The files that it names exist while Ray runs.
   node_variables = {
     AWS_REGION          = var.region
-    AWS_DEFAULT_REGION  = var.region # what botocore reads, in MLflow's server for one
+    AWS_DEFAULT_REGION  = var.region # read by botocore, for example in MLflow's server
     ROLLFLOW_HOME       = "/var/lib/rollflow/home"
     ROLLFLOW_STORE      = local.store_uri
     RAY_AUTH_MODE       = "token"

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the deployment: every resource is tagged rollflow = NAME, and most begin with it."
+  description = "Name of the deployment. Every resource has the tag rollflow = NAME, and most names of resources begin with NAME."
   type        = string
   default     = "rollflow"
   validation {
@@ -47,7 +47,7 @@ variable "keep_pruned_days" {
 }
 
 variable "delete_runs_on_destroy" {
-  description = "Whether `terraform destroy` deletes bucket and database with every run in them. Without, it refuses."
+  description = "Whether `terraform destroy` deletes bucket and database with every run in them. If false, it fails."
   type        = bool
   default     = false
   validation {
@@ -57,7 +57,7 @@ variable "delete_runs_on_destroy" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key of your own for bucket, disks and secrets. Null: keys that AWS manages."
+  description = "Your own KMS key for bucket, disks and secrets. Null: keys that AWS manages."
   type        = string
   default     = null
   validation {
@@ -76,7 +76,7 @@ variable "wheel" {
 }
 
 variable "pins" {
-  description = "Versions that machines install, a local file in pip's format: infra/constraints-cpu.txt of the repository."
+  description = "Pinned versions that machines install, a local file in pip's format, such as infra/constraints-cpu.txt."
   type        = string
   validation {
     condition     = endswith(var.pins, ".txt")
@@ -125,7 +125,7 @@ variable "control_instance_type" {
 }
 
 variable "rollout" {
-  description = "Rollout group, on spot instances: types that may be taken (all with the same number of GPUs), GPUs of one, fewest and most machines."
+  description = "Rollout group, on spot instances: allowed instance types (all with the same number of GPUs), GPUs per machine, smallest and largest number of machines."
   type        = object({ instance_types = list(string), gpus = number, min = number, max = number })
   default     = { instance_types = ["g6e.xlarge", "g6.2xlarge", "g5.2xlarge"], gpus = 1, min = 1, max = 4 }
   validation {
@@ -169,7 +169,7 @@ variable "disk_gib" {
 }
 
 variable "ray_token" {
-  description = "Token of the Ray cluster, of your own. Null: a random one. Give it as TF_VAR_ray_token; it is kept in Secrets Manager alone."
+  description = "Your own token for the Ray cluster. Null: a random token. Set it as TF_VAR_ray_token; it is stored only in Secrets Manager."
   type        = string
   default     = null
   sensitive   = true
@@ -181,7 +181,7 @@ variable "ray_token" {
 }
 
 variable "prefect_password" {
-  description = "Password of Prefect's API, of your own. Null: a random one. Give it as TF_VAR_prefect_password; it is kept in Secrets Manager alone."
+  description = "Your own password for Prefect's API. Null: a random password. Set it as TF_VAR_prefect_password; it is stored only in Secrets Manager."
   type        = string
   default     = null
   sensitive   = true
@@ -193,7 +193,7 @@ variable "prefect_password" {
 }
 
 variable "secrets_version" {
-  description = "Raise it by one to write every secret again."
+  description = "Version of the secrets. Raise it by one to write every secret again."
   type        = number
   default     = 1
   validation {
@@ -203,7 +203,7 @@ variable "secrets_version" {
 }
 
 variable "dollars_per_month" {
-  description = "Budget for one calendar month of the account, in US dollars: mail at 80%, at 100%, and by forecast."
+  description = "Budget of the account for a calendar month, in US dollars. AWS sends mail at 80%, at 100%, and by its forecast."
   type        = number
   validation {
     condition     = var.dollars_per_month >= 1
@@ -212,7 +212,7 @@ variable "dollars_per_month" {
 }
 
 variable "emails" {
-  description = "Addresses that get the budget's alarm."
+  description = "Mail addresses that get the budget's alarm."
   type        = set(string)
   validation {
     condition     = length(var.emails) >= 1 && length(var.emails) <= 10

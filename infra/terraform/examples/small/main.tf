@@ -1,4 +1,4 @@
-# One GPU machine and a bucket. The machine runs everything: Ray, Prefect and MLflow start with a run and end with it.
+# One GPU machine and a bucket. All processes run on the machine; Ray, Prefect and MLflow start and end with a run.
 
 terraform {
   required_version = ">= 1.11"

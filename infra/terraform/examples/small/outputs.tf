@@ -1,7 +1,7 @@
 locals {
   variables = {
     AWS_REGION         = var.region
-    AWS_DEFAULT_REGION = var.region # what botocore reads, in MLflow's server for one
+    AWS_DEFAULT_REGION = var.region # read by botocore, for example in MLflow's server
     ROLLFLOW_HOME      = "/var/lib/rollflow/home"
     ROLLFLOW_STORE     = "s3://${module.bucket.name}/store"
   }

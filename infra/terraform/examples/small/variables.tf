@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the deployment: every resource is tagged rollflow = NAME, and most begin with it."
+  description = "Name of the deployment. Every resource has the tag rollflow = NAME, and most names of resources begin with NAME."
   type        = string
   default     = "rollflow"
   validation {
@@ -47,7 +47,7 @@ variable "keep_pruned_days" {
 }
 
 variable "delete_runs_on_destroy" {
-  description = "Whether `terraform destroy` deletes the bucket with every run in it. Without, it refuses while there are any."
+  description = "Whether `terraform destroy` deletes the bucket with every run in it. If false, it fails while the bucket has runs."
   type        = bool
   default     = false
   validation {
@@ -57,7 +57,7 @@ variable "delete_runs_on_destroy" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key of your own for bucket, disks and secrets. Null: keys that AWS manages."
+  description = "Your own KMS key for bucket, disks and secrets. Null: keys that AWS manages."
   type        = string
   default     = null
   validation {
@@ -76,7 +76,7 @@ variable "wheel" {
 }
 
 variable "pins" {
-  description = "Versions that machines install, a local file in pip's format: infra/constraints-cpu.txt of the repository."
+  description = "Pinned versions that machines install, a local file in pip's format, such as infra/constraints-cpu.txt."
   type        = string
   validation {
     condition     = endswith(var.pins, ".txt")
@@ -105,7 +105,7 @@ variable "instance_type" {
 }
 
 variable "disk_gib" {
-  description = "Size of its disk in GiB."
+  description = "Size of the machine's disk in GiB."
   type        = number
   default     = 200
   validation {
@@ -115,7 +115,7 @@ variable "disk_gib" {
 }
 
 variable "dollars_per_month" {
-  description = "Budget for one calendar month of the account, in US dollars: mail at 80%, at 100%, and by forecast."
+  description = "Budget of the account for a calendar month, in US dollars. AWS sends mail at 80%, at 100%, and by its forecast."
   type        = number
   validation {
     condition     = var.dollars_per_month >= 1
@@ -124,7 +124,7 @@ variable "dollars_per_month" {
 }
 
 variable "emails" {
-  description = "Addresses that get the budget's alarm."
+  description = "Mail addresses that get the budget's alarm."
   type        = set(string)
   validation {
     condition     = length(var.emails) >= 1 && length(var.emails) <= 10

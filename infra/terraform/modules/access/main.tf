@@ -1,5 +1,5 @@
-# Who may do what: one role for each kind of machine, with what that kind needs, and the secrets that they read.
-# No secret passes through Terraform's state, a plan or user data: values are write-only, machines fetch them at start.
+# Permissions: one role for each kind of machine, with the rights that this kind needs, and the secrets that the roles
+# read. Terraform's state, plan and user data contain no secret: values are write-only; machines fetch them at start.
 
 terraform {
   required_version = ">= 1.11"
@@ -22,7 +22,7 @@ resource "aws_secretsmanager_secret" "this" {
   recovery_window_in_days = var.secret_recovery_days
 }
 
-# A value of its own for each secret that nobody gives; `secrets_version` + 1 writes all of them again.
+# A random value for each secret that the user does not set. Raise `secrets_version` by 1 to write all of them again.
 resource "aws_secretsmanager_secret_version" "this" {
   for_each                 = var.secrets
   secret_id                = aws_secretsmanager_secret.this[each.key].id
@@ -30,7 +30,7 @@ resource "aws_secretsmanager_secret_version" "this" {
   secret_string_wo_version = var.secrets_version
 }
 
-# Made by a machine at its first start, so there is no value yet.
+# A machine creates the values of these secrets at its first start, so they have no value yet.
 resource "aws_secretsmanager_secret" "made_later" {
   for_each                = var.secrets_made_later
   name                    = "${var.name}/${each.key}"
@@ -86,20 +86,20 @@ data "aws_iam_policy_document" "machine" {
     resources = [var.bucket_arn]
   }
 
-  # Deleted versions stay out of reach: nothing here may delete or read one, so a stolen role destroys no run for good.
+  # No role may read or delete old versions of objects, so whoever steals a role cannot destroy a run permanently.
   statement {
     sid       = "UseStore"
     actions   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"]
-    resources = ["${var.bucket_arn}/${var.store_prefix}/*"] # wildcard: all objects of the store, and no others
+    resources = ["${var.bucket_arn}/${var.store_prefix}/*"] # wildcard: only the objects of the store
   }
 
   statement {
     sid       = "ReadSoftware"
     actions   = ["s3:GetObject"]
-    resources = ["${var.bucket_arn}/${var.software_prefix}/*"] # wildcard: all files of rollflow itself, and no others
+    resources = ["${var.bucket_arn}/${var.software_prefix}/*"] # wildcard: only the files of rollflow itself
   }
 
-  # What the agent of Session Manager needs. Amazon's own policy for it allows more (every parameter of the account).
+  # The rights that Session Manager's agent needs. Amazon's own policy allows more (every parameter of the account).
   statement {
     sid = "SessionManager"
     actions = [
@@ -107,7 +107,7 @@ data "aws_iam_policy_document" "machine" {
       "ssmmessages:CreateControlChannel", "ssmmessages:CreateDataChannel",
       "ssmmessages:OpenControlChannel", "ssmmessages:OpenDataChannel",
     ]
-    resources = ["*"] # wildcard: these actions know no narrower resource
+    resources = ["*"] # wildcard: these actions cannot be limited to a resource
   }
 
   dynamic "statement" {
@@ -142,7 +142,7 @@ data "aws_iam_policy_document" "machine" {
     content {
       sid       = "PublishMetrics"
       actions   = ["cloudwatch:PutMetricData"]
-      resources = ["*"] # wildcard: the action knows no resource; the condition leaves one namespace
+      resources = ["*"] # wildcard: the action cannot be limited to a resource; the condition allows only one namespace
       condition {
         test     = "StringEquals"
         variable = "cloudwatch:namespace"

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the deployment; what belongs to it begins with it."
+  description = "Name of the deployment. The names of its resources begin with this name."
   type        = string
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{1,23}$", var.name))
@@ -61,7 +61,7 @@ variable "roles" {
 }
 
 variable "secrets" {
-  description = "Secrets by name, with what each is for. Each gets a random value, or the one in secret_values."
+  description = "Secrets by name, with the purpose of each. Each secret gets its value in secret_values, or else a random value."
   type        = map(string)
   default     = {}
   validation {
@@ -71,7 +71,7 @@ variable "secrets" {
 }
 
 variable "secrets_made_later" {
-  description = "Secrets by name, with what each is for, whose value a machine makes at its first start."
+  description = "Secrets whose value a machine creates at its first start, by name, with the purpose of each."
   type        = map(string)
   default     = {}
   validation {
@@ -81,7 +81,7 @@ variable "secrets_made_later" {
 }
 
 variable "secret_values" {
-  description = "Values of your own for some of the secrets. They are written to Secrets Manager and kept nowhere else."
+  description = "Your own values for some of the secrets. The values are stored only in Secrets Manager."
   type        = map(string)
   default     = {}
   sensitive   = true
@@ -93,7 +93,7 @@ variable "secret_values" {
 }
 
 variable "secrets_version" {
-  description = "Raise it by one to write every secret again."
+  description = "Version of the secrets. Raise it by one to write every secret again."
   type        = number
   default     = 1
   validation {
@@ -103,7 +103,7 @@ variable "secrets_version" {
 }
 
 variable "secret_recovery_days" {
-  description = "Days for which a destroyed secret can be restored; its name is taken until then. 0: none."
+  description = "Days for which a destroyed secret can be restored. Its name cannot be used during these days. 0: no days."
   type        = number
   default     = 0
   validation {

@@ -11,7 +11,7 @@ terraform {
 data "aws_partition" "here" {}
 
 locals {
-  arn = "arn:${data.aws_partition.here.partition}:s3:::${var.name}" # known before the bucket is
+  arn = "arn:${data.aws_partition.here.partition}:s3:::${var.name}" # known before the bucket exists
 }
 
 resource "aws_s3_bucket" "store" {
@@ -62,11 +62,11 @@ data "aws_iam_policy_document" "store" {
   statement {
     sid       = "OnlyTLS"
     effect    = "Deny"
-    actions   = ["s3:*"]                      # wildcard: a denial, of everything without TLS
-    resources = [local.arn, "${local.arn}/*"] # wildcard: a denial, for every object
+    actions   = ["s3:*"]                      # wildcard: denies every action without TLS
+    resources = [local.arn, "${local.arn}/*"] # wildcard: the denial applies to every object
     principals {
       type        = "*"
-      identifiers = ["*"] # wildcard: a denial, for everybody
+      identifiers = ["*"] # wildcard: the denial applies to everybody
     }
     condition {
       test     = "Bool"

@@ -28,7 +28,7 @@ variable "keep_pruned_days" {
 }
 
 variable "abort_uploads_days" {
-  description = "Days after which an unfinished multipart upload is aborted. rollflow takes its writer for dead after 7."
+  description = "Days after which an unfinished upload is aborted. After 7 days, rollflow assumes that its writer is dead."
   type        = number
   default     = 7
   validation {

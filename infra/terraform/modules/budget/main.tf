@@ -1,5 +1,5 @@
-# Mail when a month costs more than was meant: at 80% of the limit, at 100%, and when the forecast passes it. A budget
-# stops nothing.
+# A budget that sends mail when the costs of a month reach 80% or 100% of the limit, and when AWS forecasts that they
+# will exceed the limit. A budget stops nothing.
 
 terraform {
   required_version = ">= 1.11"
@@ -15,7 +15,7 @@ resource "aws_budgets_budget" "month" {
   limit_unit   = "USD"
   time_unit    = "MONTHLY"
 
-  # Costs of what carries the deployment's tag, once the tag is activated for billing; see the variable.
+  # Only the costs of resources with the deployment's tag, once the tag is activated for billing; see the variable.
   dynamic "cost_filter" {
     for_each = var.tag == null ? [] : [var.tag]
     content {

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the deployment; what belongs to it begins with it."
+  description = "Name of the deployment. The names of its resources begin with this name."
   type        = string
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{1,23}$", var.name))
@@ -17,7 +17,7 @@ variable "dollars_per_month" {
 }
 
 variable "emails" {
-  description = "Addresses that get the alarm."
+  description = "Mail addresses that get the alarm."
   type        = set(string)
   validation {
     condition     = length(var.emails) >= 1 && length(var.emails) <= 10 && alltrue([for mail in var.emails : can(regex("^[^@ ]+@[^@ ]+\\.[^@ ]+$", mail))])
@@ -26,7 +26,7 @@ variable "emails" {
 }
 
 variable "tag" {
-  description = "Count only what carries this tag, which has to be activated as a cost allocation tag. Null: the whole account."
+  description = "Tag of the resources whose costs are counted; it must be activated as a cost allocation tag. Null: the whole account."
   type        = object({ key = string, value = string })
   default     = null
   validation {

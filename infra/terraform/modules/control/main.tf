@@ -1,5 +1,5 @@
 # The machine that supervises runs, with the Prefect server and worker and the MLflow server, all on loopback, and one
-# PostgreSQL for both. RDS makes and rotates the database's password, in a secret that only this machine may read.
+# PostgreSQL for both. RDS creates and rotates the database's password, in a secret that only this machine may read.
 
 terraform {
   required_version = ">= 1.11"

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the deployment; what belongs to it begins with it."
+  description = "Name of the deployment. The names of its resources begin with this name."
   type        = string
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{1,23}$", var.name))
@@ -90,7 +90,7 @@ variable "prefect_secret" {
 }
 
 variable "store_uri" {
-  description = "The store. MLflow keeps its files in it, beside the runs."
+  description = "Address of the store. MLflow stores its files in it, beside the runs."
   type        = string
   validation {
     condition     = can(regex("^s3://[a-z0-9-]+/[A-Za-z0-9_/-]+$", var.store_uri))
@@ -118,7 +118,7 @@ variable "database" {
 }
 
 variable "delete_runs_on_destroy" {
-  description = "Whether `terraform destroy` deletes the database without a last snapshot. Without, it refuses."
+  description = "Whether `terraform destroy` deletes the database without a last snapshot. If false, `terraform destroy` fails."
   type        = bool
   default     = false
   validation {
@@ -138,7 +138,7 @@ variable "disk_gib" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key that encrypts disk and database. Null: the key of the account for each."
+  description = "KMS key that encrypts disk and database. Null: the account's default key for each."
   type        = string
   default     = null
   validation {

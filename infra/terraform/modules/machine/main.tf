@@ -1,5 +1,5 @@
-# One machine in a private subnet: an encrypted disk, no public address, tokens for the metadata service (IMDSv2), and
-# user data without a secret. Another script or another setting replaces the machine; a newer image alone does not.
+# One machine in a private subnet, with an encrypted disk, no public address, tokens for the metadata service (IMDSv2),
+# and user data without a secret. A changed script or setting replaces the machine; a newer image alone does not.
 
 terraform {
   required_version = ">= 1.11"
@@ -28,7 +28,7 @@ resource "aws_instance" "this" {
     delete_on_termination = true
   }
 
-  # One hop: a process in a container does not reach the machine's role.
+  # With a limit of one hop, a process in a container cannot get the credentials of the machine's role.
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"

@@ -8,7 +8,7 @@ variable "name" {
 }
 
 variable "image_id" {
-  description = "Machine image: Amazon Linux 2023, with NVIDIA's driver where there are GPUs."
+  description = "Machine image: Amazon Linux 2023, with NVIDIA's driver on machines with GPUs."
   type        = string
   validation {
     condition     = can(regex("^ami-[0-9a-f]+$", var.image_id))
@@ -26,7 +26,7 @@ variable "instance_type" {
 }
 
 variable "disk_gib" {
-  description = "Size of the disk in GiB: software, one policy and its versions in use."
+  description = "Size of the disk in GiB, for software, one policy and the policy versions in use."
   type        = number
   default     = 200
   validation {
@@ -36,7 +36,7 @@ variable "disk_gib" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key that encrypts the disk. Null: the key of the account for disks."
+  description = "KMS key that encrypts the disk. Null: the account's default key for disks."
   type        = string
   default     = null
   validation {
@@ -46,7 +46,7 @@ variable "kms_key_arn" {
 }
 
 variable "profile" {
-  description = "Instance profile: what the machine may do."
+  description = "Instance profile, which defines what the machine may do."
   type        = string
   validation {
     condition     = length(var.profile) > 0
@@ -73,7 +73,7 @@ variable "subnet_id" {
 }
 
 variable "private_ip" {
-  description = "Address of the machine in its subnet. Null: any."
+  description = "Address of the machine in its subnet. Null: any free address."
   type        = string
   default     = null
   validation {
@@ -83,7 +83,7 @@ variable "private_ip" {
 }
 
 variable "user_data" {
-  description = "Shell script that the machine runs at its first start. Anybody on the machine can read it: no secret in it."
+  description = "Shell script of the machine's first start. It must contain no secret: all users of the machine can read it."
   type        = string
   validation {
     condition     = startswith(var.user_data, "#!/bin/bash") && length(base64gzip(var.user_data)) <= 21848

@@ -1,5 +1,5 @@
-# A VPC in which nothing is reachable from the internet. Machines stand in private subnets and reach out by one NAT
-# gateway; S3 is reached by a gateway endpoint, which costs nothing.
+# A VPC in which nothing is reachable from the internet. Machines are in private subnets, and reach the internet through
+# one NAT gateway, and S3 through a gateway endpoint, which costs nothing.
 
 terraform {
   required_version = ">= 1.11"
@@ -29,7 +29,7 @@ resource "aws_vpc" "this" {
   tags                 = { Name = var.name }
 }
 
-# A new VPC's default group lets its members talk to each other and to everybody: this takes its rules away.
+# The default security group of a new VPC allows traffic among its members and to everybody. Its rules are removed here.
 resource "aws_default_security_group" "none" {
   vpc_id = aws_vpc.this.id
   tags   = { Name = "${var.name}-unused" }
@@ -44,7 +44,7 @@ resource "aws_subnet" "private" {
   tags                    = { Name = "${var.name}-private-${each.key}" }
 }
 
-# The last sixteenth of the addresses: for the NAT gateway alone.
+# Only the NAT gateway uses the last sixteenth of the addresses.
 resource "aws_subnet" "outgoing" {
   vpc_id                  = aws_vpc.this.id
   availability_zone       = local.zones[0]
@@ -112,8 +112,9 @@ resource "aws_vpc_endpoint" "s3" {
   tags              = { Name = "${var.name}-s3" }
 }
 
-# Every machine of the deployment is a member. Members talk to each other (Ray, torch.distributed and NCCL choose ports
-# from all that are not privileged); nobody else reaches them. People come by Session Manager, which needs no open port.
+# Every machine of the deployment is a member of this security group. Members reach each other on all ports that are not
+# privileged, because Ray, torch.distributed and NCCL choose their ports. Nobody else reaches the members. Users log in
+# by Session Manager, which needs no open port.
 resource "aws_security_group" "members" {
   name        = "${var.name}-members"
   description = "Machines of ${var.name}: they reach each other, and HTTPS outside"

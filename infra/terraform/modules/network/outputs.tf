@@ -4,7 +4,7 @@ output "vpc_id" {
 }
 
 output "subnets" {
-  description = "Private subnets in the order of their zones: id and addresses. Machines can start in them: the way out stands."
+  description = "Private subnets in the order of their zones: id and addresses. Their machines can reach the internet."
   value       = [for zone in local.zones : { id = aws_subnet.private[zone].id, cidr = aws_subnet.private[zone].cidr_block }]
   depends_on  = [aws_route.nat, aws_route_table_association.private, aws_vpc_endpoint.s3]
 }

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the deployment; what belongs to it begins with it."
+  description = "Name of the deployment. The names of its resources begin with this name."
   type        = string
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{1,23}$", var.name))

@@ -1,8 +1,9 @@
-"""Tell CloudWatch how many GPUs actors of the Ray cluster wait for, and how many they use or wait for.
+"""Reports to CloudWatch how many GPUs actors of the Ray cluster wait for, and how many they use or wait for.
 
     gpu_demand.py ADDRESS NAMESPACE
 
-What only a train machine can hold (a bundle that asks for "train") is left out: the rollout group cannot help it.
+Requests that only a train machine can serve (bundles that ask for "train") are left out, because more rollout machines
+do not help them.
 """
 
 from __future__ import annotations

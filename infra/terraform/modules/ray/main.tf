@@ -1,5 +1,5 @@
 # A Ray cluster: a head, a group of rollout machines on spot instances that grows while actors wait for a GPU, and a
-# fixed group of train machines. Ray takes nobody without the token and a certificate of the cluster's own authority.
+# fixed group of train machines. Processes need the token and a certificate of the cluster's authority.
 
 terraform {
   required_version = ">= 1.11"
@@ -90,7 +90,7 @@ resource "aws_launch_template" "group" {
     http_put_response_hop_limit = 1
   }
 
-  # The provider's default tags do not reach what a launch template starts.
+  # The provider's default tags do not apply to resources that a launch template starts.
   dynamic "tag_specifications" {
     for_each = ["instance", "volume", "network-interface"]
     content {
@@ -150,7 +150,7 @@ resource "aws_autoscaling_group" "train" {
   name                      = "${var.name}-train"
   min_size                  = var.train.count
   max_size                  = var.train.count
-  vpc_zone_identifier       = [local.subnets[0]] # ranks exchange gradients: one zone, with the head
+  vpc_zone_identifier       = [local.subnets[0]] # one zone, that of the head, because ranks exchange gradients
   health_check_type         = "EC2"
   wait_for_capacity_timeout = "0"
 

@@ -4,7 +4,7 @@ output "address" {
 }
 
 output "driver_script" {
-  description = "User data of a machine that joins without CPUs or GPUs of its own: supervisors run there."
+  description = "User data of a machine that joins the Ray cluster without offering CPUs or GPUs. Supervisors run there."
   value       = local.scripts["driver"]
 }
 

@@ -1,6 +1,6 @@
-# The head says every minute how many GPUs actors wait for, and how many are in use (gpu_demand.py). The rollout group
-# grows by what is waited for. It shrinks only when no GPU was in use for a quarter of an hour: which machine goes is
-# AWS's choice, and a busy engine is not to be taken away.
+# The head reports every minute how many GPUs actors wait for, and how many are in use (gpu_demand.py). The rollout
+# group grows by the number of GPUs that actors wait for. The group shrinks only when no GPU was in use for a quarter of
+# an hour, because AWS chooses the machine that is removed, and must not remove a busy engine.
 
 resource "aws_autoscaling_policy" "grow" {
   name                      = "${var.name}-grow"

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the deployment; what belongs to it begins with it."
+  description = "Name of the deployment. The names of its resources begin with this name."
   type        = string
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{1,23}$", var.name))
@@ -71,7 +71,7 @@ variable "install_script" {
 }
 
 variable "variables" {
-  description = "Environment of Ray and of what it runs. Every user of a machine can read it: no secret in it."
+  description = "Environment variables of Ray and its processes. They must not be secrets: all users of a machine can read them."
   type        = map(string)
   validation {
     condition     = alltrue([for name, value in var.variables : can(regex("^[A-Za-z_]+$", name)) && can(regex("^[^\\s\"'$`\\\\]*$", value))])
@@ -89,7 +89,7 @@ variable "token_secret" {
 }
 
 variable "authority_secret" {
-  description = "Name of the secret that holds key and certificate of the cluster's authority. The first head makes them."
+  description = "Name of the secret with the key and the certificate of the cluster's authority. The first head creates them."
   type        = string
   validation {
     condition     = can(regex("^[A-Za-z0-9/_+=.@-]+$", var.authority_secret))
@@ -108,7 +108,7 @@ variable "head_instance_type" {
 }
 
 variable "rollout" {
-  description = "Rollout group, on spot instances: types that may be taken (all with the same number of GPUs), GPUs of one, fewest and most machines."
+  description = "Rollout group, on spot instances: allowed instance types (all with the same number of GPUs), GPUs per machine, smallest and largest number of machines."
   type        = object({ instance_types = list(string), gpus = number, min = number, max = number })
   default     = { instance_types = ["g6e.xlarge", "g6.2xlarge", "g5.2xlarge"], gpus = 1, min = 1, max = 4 }
   validation {
@@ -142,7 +142,7 @@ variable "disk_gib" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key that encrypts the disks. Null: the key of the account for disks."
+  description = "KMS key that encrypts the disks. Null: the account's default key for disks."
   type        = string
   default     = null
   validation {

@@ -1,4 +1,4 @@
-# rollflow itself for the machines: its wheel and its pins in the bucket, and the script that installs them.
+# The software of the machines: rollflow's wheel and pinned versions in the bucket, and the script that installs them.
 
 terraform {
   required_version = ">= 1.11"
@@ -7,7 +7,7 @@ terraform {
   }
 }
 
-# Named by content: another wheel or other pins change the script, and so replace the machines.
+# The files are named by their content: a new wheel or new pinned versions change the script and replace the machines.
 locals {
   wheel = "${var.prefix}/${substr(filesha256(var.wheel), 0, 12)}/${basename(var.wheel)}"
   pins  = "${var.prefix}/${substr(filesha256(var.pins), 0, 12)}/${basename(var.pins)}"

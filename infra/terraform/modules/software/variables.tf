@@ -27,7 +27,7 @@ variable "wheel" {
 }
 
 variable "pins" {
-  description = "Versions that machines install, a local file in pip's format."
+  description = "Pinned versions that machines install, a local file in pip's format."
   type        = string
   validation {
     condition     = fileexists(var.pins)
