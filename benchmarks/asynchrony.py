@@ -1,9 +1,8 @@
-"""Compares the training time of the quick start's recipe at alpha = 2 with its training time at alpha = 0
-(synchronous).
+"""Compares the training time of the quick start at `async_ratio` (alpha) 2 with its time at 0 (synchronous).
 
-The benchmark alternately starts whole runs of both kinds from the command line, shortened to `--versions`. Training
-time counts from version 0 to the last version, without start-up and cold start. Run it as
-`python -m benchmarks.asynchrony`.
+The benchmark alternately starts whole runs of both kinds from the command line, each with `--versions` policy versions.
+Training time is the time from version 0 to the last version, without start-up and cold start. Run it as `python -m
+benchmarks.asynchrony`.
 """
 
 from __future__ import annotations

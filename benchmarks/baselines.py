@@ -1,4 +1,4 @@
-"""Defines slower schedulers, with which asynchronous rollout is compared. No recipe can choose these schedulers.
+"""Defines slower schedulers, with which rollflow's asynchronous scheduler is compared. No recipe can choose them.
 
 - `BatchScheduler` generates one batch after another.
 - `WholeGroupScheduler`, with `WholeGroupProxy`, generates all responses of a group on one engine.
@@ -32,7 +32,7 @@ WHOLE = -1  # stands for all samples of a group where a sample number is expecte
 
 
 class BatchScheduler(RolloutScheduler):
-    """Starts the groups of a batch once all earlier groups have ended.
+    """A scheduler that starts the groups of a batch only after all earlier groups have ended.
 
     The responses of a batch are scored once the last response of the batch has ended.
     """
@@ -65,7 +65,9 @@ class BatchScheduler(RolloutScheduler):
 
 @dataclass(eq=False, slots=True)
 class GroupTicket(Ticket):
-    """A ticket for `width` slots of one engine, or for one of the slots that the ticket's group holds."""
+    """A ticket with which a request waits for `width` slots of one engine, or for one of the slots that its group
+    already holds.
+    """
 
     width: int = 1
     within: EngineSlots | None = None  # the engine on which the ticket's group holds slots
@@ -101,7 +103,7 @@ class WholeGroupQueue(SlotQueue):
             self.release(*held)
 
     def create_ticket(self, priority: float, group: Hashable = None, width: int = 1) -> GroupTicket:
-        """Create a ticket behind all other tickets of this priority."""
+        """Create a ticket that comes after all other tickets of this priority."""
         within, _ = self._held.get(group, (None, None))
         return GroupTicket(*super().create_ticket(priority).turn, width=width, within=within)
 
@@ -114,7 +116,7 @@ class WholeGroupQueue(SlotQueue):
         try:
             return await super().take(ticket)
         except asyncio.CancelledError:
-            self._dispatch()  # narrower tickets behind this ticket may fit now
+            self._dispatch()  # later tickets that need fewer slots may get them now
             raise
 
     def release(self, lane: EngineSlots, ticket: Ticket) -> None:
@@ -125,7 +127,7 @@ class WholeGroupQueue(SlotQueue):
             super().release(lane, ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Remove a waiting ticket; then narrower tickets behind this ticket may fit."""
+        """Remove a waiting ticket. Later tickets that need fewer slots may then get them."""
         super().withdraw(ticket)
         self._dispatch()
 
@@ -167,7 +169,9 @@ class WholeGroupProxy(InferenceProxy):
 
 
 class WholeGroupRollout(GroupRollout):
-    """A dispatch that waits for slots for all of its requests, and holds these slots until its last response ends."""
+    """A group of requests that waits until it has slots for all of its requests, and holds these slots until its last
+    response ends.
+    """
 
     @property
     def _queue(self) -> WholeGroupQueue:
@@ -198,7 +202,7 @@ class WholeGroupRollout(GroupRollout):
 
 
 class WholeGroupScheduler(RolloutScheduler):
-    """Lets a prompt hold slots of one engine until its slowest response ends."""
+    """A scheduler that lets the responses to a prompt hold slots of one engine until the slowest response ends."""
 
     def _create_rollout(self, issue: Issue) -> GroupRollout:
         return WholeGroupRollout(issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited)

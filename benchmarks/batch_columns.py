@@ -1,12 +1,12 @@
-"""Measures what the optional columns of a batch cost: bytes, and the time to write and to read it.
+"""Measures what the optional columns of a batch file cost: bytes, and the time to write and to read the file.
 
     python -m benchmarks.batch_columns [--quick] [--json FILE]
 
 A batch has 8 responses of 175 tokens in a group. Writing packs groups, joins them and encodes the file; reading opens
-and checks the file and touches every token. Cases take turns; a ratio is the median over the turns of a case's time
-divided by the time without optional values in the same turn.
+and checks the file and touches every token. Cases are measured in turns. In each turn, a case's time is divided by the
+time without optional values; the ratio is the median over the turns.
 
-- nothing: no optional value. The file is, byte for byte, the one of releases before these columns existed.
+- nothing: no optional value. The file has the same bytes as in releases before these columns existed.
 - scores: an outcome and three reward parts in every row.
 - turns: the scores, two turns, and a branch in every eighth row.
 - experts: 8 layers with 2 experts a token in every row.
@@ -51,7 +51,7 @@ def with_turns(one: Trajectory) -> Trajectory:
 
 
 def kept_by(one: Trajectory) -> TokenSets:
-    """Build a set for each sampled token, which contains the token."""
+    """Build the sets of kept tokens: one set for each sampled token, which contains the token."""
     tokens = [[token, *range(KEPT - 1)] if own else [] for token, own in zip(one.tokens, one.loss_mask, strict=True)]
     return TokenSets.of(tokens)
 
@@ -102,7 +102,7 @@ def rows(size: int, turns: int) -> list[Row]:
 def main() -> None:
     """Measure and print the table."""
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="a small batch, one turn: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="a small batch and one turn, only to test the benchmark")
     chosen = parser.parse_args()
     sizes, turns = ((16,), 1) if chosen.quick else ((128, 2048), 21)
     publish([row for size in sizes for row in rows(size, turns)], "optional columns of a batch", chosen.json)

@@ -1,18 +1,18 @@
-"""Computes the bias and spread of each objective's gradient on stale samples of a problem with a known gradient.
+"""Computes the bias and the spread of each objective's gradient on stale samples, against a known true gradient.
 
     python -m benchmarks.bias [--json FILE]
 
 The policy generates `LENGTH` tokens out of `TOKENS`; each token selects the row of logits for the next token. Every
 response has a fixed reward. There are few responses, so all expectations are exact sums: the true gradient of the mean
 reward under the policy being trained, and the expected gradient of an objective's loss over samples of a behaviour
-policy whose log-probs differ by `staleness` nats per token. Each figure is the median over `BANDITS` problems.
+policy whose log-probs differ by `staleness` nats per token. Each value is the median over `BANDITS` problems.
 
 The objectives are those that rollflow ships. To make presets comparable, the baseline is the exact mean reward (none
-for `reinforce`), no preset divides by a standard deviation, and losses are summed over a response. So presets differ in
-ratio, surrogate, correction, weights of the two signs and penalties only. The proximal policy is the policy being
-trained, as with one update per version. "bias" is the distance of the mean gradient from the true gradient, "aligned"
-is the cosine between the two, and "spread" is the standard deviation of one response's gradient. Bias and spread are
-relative to the length of the true gradient.
+for `reinforce`), no preset divides by a standard deviation, and losses are summed over a response. So presets differ
+only in ratio, surrogate, correction, penalties, and the weights of positive and negative advantages. The proximal
+policy is the policy being trained, as with one update per version. "bias" is the distance of the mean gradient from the
+true gradient, "aligned" is the cosine between the two, and "spread" is the standard deviation of one response's
+gradient. Bias and spread are relative to the length of the true gradient.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from rollflow.tasks.objectives.presets import PRESETS
 TOKENS, LENGTH = 3, 3
 STALENESS = (0.0, 0.3, 1.0)
 BANDITS = 25
-COPIES = 10_000  # responses in the batch of an objective that needs a whole batch
+COPIES = 10_000  # responses in the batch, for an objective that needs a whole batch
 F64 = torch.float64
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The figures of one objective at one staleness (see the module's docstring)."""
+    """Bias, alignment and spread of one objective at one staleness (see the module's docstring)."""
 
     bias: float
     aligned: float
@@ -65,7 +65,9 @@ class Bandit:
         return table[torch.arange(LENGTH), before, self.responses]
 
     def _scaled(self, off: Tensor, staleness: float) -> Tensor:
-        """Scale a perturbation so that log-probs differ by `staleness` (root mean square), to first order."""
+        """Scale a perturbation of the logits so that the log-probs of the two policies differ by `staleness` (root mean
+        square, to first order).
+        """
         centred = off - (off * torch.softmax(self.logits.detach(), -1)).sum(-1, keepdim=True)
         return off * staleness / centred.square().mean().sqrt()
 
@@ -95,7 +97,9 @@ class Bandit:
         return -torch.autograd.grad(loss_R, self.logits, one, is_grads_batched=True)[0].flatten(1)
 
     def _kept(self, objective: Objective, logp: Tensor) -> Tensor:
-        """Return the tokens that the objective keeps in a batch with the behaviour policy's response frequencies."""
+        """Return which tokens the objective keeps in a batch in which each response is as frequent as under the
+        behaviour policy.
+        """
         copies_R = (self.behaviour.sum(1).exp() * COPIES).round().long().clamp(min=1)
         batch = (x.repeat_interleave(copies_R, 0).flatten() for x in (logp, self.behaviour))
         kept = objective.keep(*batch).view(-1, LENGTH)
@@ -112,7 +116,7 @@ class Bandit:
 
 
 def median(found: Iterable[Found]) -> Found:
-    """Return the median of each figure."""
+    """Return the medians of bias, alignment and spread."""
     return Found(*(statistics.median(figures) for figures in zip(*map(astuple, found), strict=True)))
 
 

@@ -1,16 +1,16 @@
 """Kills every role of whole runs with SIGKILL at random moments, and measures recovery times and losses.
 
 `python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM; `--s3 20` makes 20 more kills on S3
-behind a proxy that corrupts 2% of the answers. A kill counts when the process is gone. A kill counts as survived when
-the role runs again, a version was published after that, *and* storage has a recovery of the same role. "seconds to
+behind a proxy that corrupts 2% of the answers. A kill is counted once the process is gone. The run has survived a kill
+when the role runs again, a version was published after that, *and* storage has a recovery of the same role. "seconds to
 progress" is the time from the kill until all three conditions are met, or `inf` if the run did not recover. "seconds to
 progress" is longer than "seconds to a version", because other roles may publish the next version earlier. "own record"
-counts the kills with a recovery record of their own: two deaths within a second may share one record. Deaths of reward
-workers are not recorded.
+is the number of kills that have their own recovery record, because two deaths within a second may share one record.
+Deaths of reward workers are not recorded.
 
 Lost and duplicated trajectories are those that the audit of each finished run finds. Regenerated trajectories are those
 that the recoveries report. A run allows `RESTARTS` restarts per role, more than the default, because the benchmark
-tests each recovery and not the restart budget.
+tests each recovery and not the limit on restarts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 
-ENGINES = ("engine", "vllm core")  # on vLLM these processes exist seconds before they can serve
+ENGINES = ("engine", "vllm core")  # with vLLM, these processes start seconds before they can serve requests
 LIMIT_SECONDS = 180.0  # longest wait for one recovery
 RECORD_SECONDS = 30.0  # longest wait for the record of a complete recovery
 LEFT = 80  # versions that a run must have left before another kill, so that the run does not end before the recovery
@@ -102,7 +102,7 @@ class Victim:
     def __init__(
         self, home: Path, recipe: str, *options: str, endpoint: str | None = None, store: str | None = None
     ) -> None:
-        """Prepare a run; with an S3 `endpoint` its store is `store`, without one a folder."""
+        """Prepare a run. With an S3 `endpoint`, the run is stored in `store`; without one, in a folder."""
         self.home, parsed, self._endpoint = home, tomllib.loads(recipe), endpoint
         self.engine, self.versions = parsed["engine"]["kind"], parsed["versions"]
         self.groups, self.group_size = parsed["groups"], parsed["group_size"]
@@ -112,7 +112,7 @@ class Victim:
         self.store = open_store(f"{store or home / 'store'}/runs/chaos")
         self.log, self.recoveries = Log(self.store), RecoveryLog(self.store)
         self.process = self._start("run", str(self.recipe), "--run-id", "chaos", *options)
-        self.struck: str | None = None  # the role whose kill the run has not survived yet
+        self.struck: str | None = None  # the role that was killed, until the run has survived this kill
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "ROLLFLOW_HOME": str(self.home)}
@@ -149,7 +149,7 @@ class Victim:
         before = sorted(self._wait_role(role, set()), key=lambda process: process.pid)
         victim, began = draw.choice(before), time.monotonic()
         version, recorded = self.version(), self._recovered(role)
-        if not kill(victim):  # the process had ended by itself, so this is no kill
+        if not kill(victim):  # the process had ended by itself, so this kill is not counted
             return self.strike(role, draw, record=record)
         self.struck = role
         first: list[float] = []  # the time when the first version after the kill was seen
@@ -169,7 +169,7 @@ class Victim:
         return Kill(role, (first or [now])[0] - began, (time.monotonic() if found else now) - began, found)
 
     def _is_recorded(self, role: str, before: int, watch: Callable[[], None]) -> bool:
-        """Return whether the recovery is stored within a time limit."""
+        """Wait for the record of the recovery; return whether it was stored within the time limit."""
         limit = time.monotonic() + RECORD_SECONDS
         while (found := self._recovered(role)) <= before and time.monotonic() < limit:
             watch()
@@ -238,7 +238,8 @@ class Victim:
         regenerated: dict[str, int] = defaultdict(int)
         for recovery in self.recoveries.read():
             regenerated[recovery.role] += recovery.trajectories
-        trained = report.versions * self.groups * self.group_size  # expected, as a lost batch is one violation
+        # the expected number of trajectories, because a lost batch of many trajectories is only one violation
+        trained = report.versions * self.groups * self.group_size
         kinds = [violation.kind for violation in report.violations]
         return Outcome(
             self.engine,
@@ -260,7 +261,8 @@ def one_run(
 ) -> Outcome:
     """Execute a run with these kills, in this order and at random moments, until its end.
 
-    `settled`: before each kill, wait until all flows run again. `s3`: store the run on S3, behind a faulty proxy.
+    If `settled` is true, wait before each kill until all flows run again. If `s3` is true, store the run on S3, behind
+    a proxy that corrupts answers.
     """
     recipe = RECIPE.format(seed=seed, versions=versions, engine=engine, timing=TIMING[engine])
     bucket = f"{BUCKET}-{seed}"  # the S3 server in this process still has the buckets of earlier runs
@@ -309,7 +311,7 @@ def schedule(roles: Sequence[str], kills: int, seed: int) -> list[str]:
 def campaign(
     engine: str, roles: Sequence[str], kills: int, options: tuple[int, int, int], *, s3: bool = False
 ) -> list[Outcome]:
-    """Execute runs until all kills are made. `options`: kills per run, versions per run, seed."""
+    """Execute runs until all kills are made. `options` has the kills per run, the versions per run, and the seed."""
     a_run, versions, seed = options
     left = schedule(roles, kills, seed)
     outcomes: list[Outcome] = []

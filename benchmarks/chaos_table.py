@@ -1,4 +1,4 @@
-"""Builds the table of kills: one row per role."""
+"""Builds the table of `benchmarks.chaos`, with one row for each role whose processes were killed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from rollflow.tasks.run.config import RecoveryConfig
 
 EVERYTHING = "everything"
 TARGET_SECONDS = 10.0
-RESTARTS = 1000  # restarts that each role has in these runs
+RESTARTS = 1000  # largest number of restarts that each role may have in these runs
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: seconds until a version was published, and until the role's own recovery was complete."""
+    """One kill: the seconds until the next version was published, and until the recovery of the killed role was
+    complete.
+    """
 
     role: str
     to_version: float
@@ -34,7 +36,7 @@ class Outcome:
     engine: str
     kills: list[Kill]
     right: bool
-    trained: int = 0  # this count and the next two are numbers of trajectories
+    trained: int = 0  # `trained`, `lost` and `doubled` are numbers of trajectories
     lost: int = 0
     doubled: int = 0
     violations: list[str] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Outcome:
 
 
 def table_of(engine: str, outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]]:
-    """Return the table with one row per role, and the same figures as rows."""
+    """Return the table with one row per role, and the same values as benchmark rows."""
     trained, usual = sum(outcome.trained for outcome in outcomes), RecoveryConfig().restarts
     title = f"chaos, {engine} engine: {trained:,} trajectories; {RESTARTS} restarts a role allowed (default {usual})"
     table = Table(title=title, title_justify="left")

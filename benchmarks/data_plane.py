@@ -1,4 +1,4 @@
-"""Compares how rollflow moves batches and weights with plain ways to move the same bytes.
+"""Compares how rollflow moves batches and weights with simple methods that move the same bytes.
 
     batch commit        TrajectoryStore.commit (join, hash, write, entry)    vs   durable write of the same file
     batch read          TrajectoryStore.read (checked) and open             vs   mmap and open, unchecked
@@ -11,9 +11,9 @@
 The two sides take turns. A ratio is the other side's time divided by rollflow's time, as the median over the turns. So
 a ratio of 1 means equally fast, and a ratio above 1 means that rollflow is faster. Both sides write to the same disk
 (`--folder`, default: a temporary folder), and both writes survive a power cut: a durable write syncs its file, renames
-it and syncs its folder. Files that are read are in the page cache on both sides. The sides swap their order after each
-turn, and the first turn does not count. Before the turns, enough memory for all turns is touched. On a virtual machine,
-never-used memory makes a write five times as slow, on either side by chance.
+it and syncs its folder. Files that are read are in the page cache on both sides. The two sides swap their order after
+each turn, and the first turn is a warm-up. Before the turns, enough memory for all turns is touched. On a virtual
+machine, never-used memory makes a write five times as slow, on either side by chance.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Work = Callable[[], object]
 
 
 def ratio(ours: Work, theirs: Work, turns: int, size: int = 0) -> tuple[float, float, float]:
-    """Return medians over the turns: ratio theirs / ours, our seconds, their seconds. A turn writes `size` bytes."""
+    """Return medians over the turns: theirs / ours, our seconds, and their seconds. A turn writes `size` bytes."""
     touch_memory((2 * turns + 8) * size)
     times = []
     for turn in range(turns + 1):
@@ -82,7 +82,7 @@ def touch_memory(size: int) -> None:
 
 
 def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the median ratio of the turns' (ours, theirs), and the medians of both."""
+    """Return the medians over the turns of the ratio, of rollflow's seconds, and of the other side's seconds."""
     return (
         statistics.median(b / a for a, b in times),
         statistics.median(a for a, _ in times),
@@ -98,7 +98,7 @@ def seconds(work: Work) -> float:
 
 
 def rows_of(case: str, found: tuple[float, float, float], what: str, target: float | None) -> list[Row]:
-    """Return rows with the ratio, and both sides in milliseconds."""
+    """Return rows with the ratio, and the milliseconds of both sides."""
     value, ours, theirs = found
     first = (
         Row(case, f"ratio to {what}", value) if target is None else at_least(case, f"ratio to {what}", value, target)
@@ -172,7 +172,7 @@ def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
         log, writer, _ = new_run(LocalStore(folder / uuid.uuid4().hex))
         store = TrajectoryStore(log)
         write_synced(folder / "plain", [memoryview(data)])
-        fresh = (folder / f"plain-{size}-{turn}" for turn in range(2 * (turns + 1)))  # a commit writes new files, too
+        fresh = (folder / f"plain-{size}-{turn}" for turn in range(2 * (turns + 1)))  # new files, as in a commit
         plain = partial(lambda fresh, data: write_synced(next(fresh), [memoryview(data)]), fresh, data)
         found = ratio(partial(commit_next, store, writer, made), plain, turns, data.size)
         rows += rows_of(f"commit, {case}", found, "durable write", 0.7)
@@ -200,7 +200,7 @@ def touch(batch: TrajectoryBatch) -> None:
 
 
 def serialisation(sizes: Iterable[int], turns: int) -> list[Row]:
-    """Measure records to bytes, and bytes to columns or records."""
+    """Measure the conversion of records to bytes, and of bytes to columns or records."""
     rows = []
     for size in sizes:
         made = groups(size)
@@ -248,14 +248,14 @@ def torch_loaded(data: bytes) -> object:
 
 
 def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
-    """Compare a batch through the channel's actor with a plain put and get in Ray's object store."""
+    """Compare passing a batch through the channel's actor with a plain put and get in Ray's object store."""
     import pyarrow as pa
     import ray
 
     from rollflow.tasks.actors.channel import start_channel
 
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=uuid.uuid4().hex)
-    loop = asyncio.Runner()  # one loop for all calls, because creating a loop takes a millisecond
+    loop = asyncio.Runner()  # one event loop for all calls, because creating an event loop takes a millisecond
     try:
         run = LocalStore(folder / uuid.uuid4().hex)
         log, writer, _ = new_run(run)
@@ -265,7 +265,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
             payload = pa.py_buffer(os.urandom(size))
             file = folder / f"payload-{size}"
             file.write_bytes(payload)
-            small = groups(GROUP_SIZE)  # the committed batch whose place in the channel the measured payload takes
+            small = groups(GROUP_SIZE)  # a small committed batch; the measured payload takes its place in the channel
             committed = iter([commit_next(TrajectoryStore(log), writer, small) for _ in range(turns + 1)])
 
             def ours(file: Path = file, committed: Iterator[Entry] = committed) -> None:
@@ -334,7 +334,7 @@ def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) 
 
         def pulled(run: LocalStore = run) -> None:
             store = PolicyStore(Log(run))
-            # a new cache folder stands for a new node, which has checked no file
+            # a new cache folder stands for a new node, which has not checked any file yet
             store.weights_folder(found := store.find(0), folder / uuid.uuid4().hex)
             from_files({o.path: mapped_copy(run.local_path(o.path)) for o in found.weights})
 
@@ -365,7 +365,7 @@ def copied(source: Path, target: Path) -> None:
 
 
 def distant(count: int, folder: Path) -> list[Row]:
-    """Measure publish and fetch of a version whole and as deltas, through a store at 30 ms and 1 Gbit/s."""
+    """Measure publish and fetch of a version, whole and as deltas, through a store with 30 ms delay and 1 Gbit/s."""
     from benchmarks.delta_weights import measure_drawn
 
     return list(measure_drawn(folder, count))
@@ -373,9 +373,9 @@ def distant(count: int, folder: Path) -> list[Row]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="small sizes, one turn: shows that it runs")
-    parser.add_argument("--turns", type=int, default=5, help="of which the median is taken")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--quick", action="store_true", help="small sizes and one turn, only to test the benchmark")
+    parser.add_argument("--turns", type=int, default=5, help="number of turns over which the median is taken")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: a temporary folder")
     parser.add_argument("--only", choices=["batches", "serialisation", "channel", "weights", "distant"])
     options = parser.parse_args()
     turns = 1 if options.quick else options.turns

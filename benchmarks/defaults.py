@@ -1,11 +1,12 @@
 """Finds, for several workloads, the fastest rollout settings that neither bias training nor waste many tokens.
 
-A choice is unbiased if nothing was discarded, so that every prompt's first responses are trained on, or if the length
-bias after the warm-up (see the planner) is at most 1% in either direction. The standard error of the bias shows the
-effect of chance, which decides what groups are in flight at both ends. An engine draws the same response for a prompt
-that is issued again, as far as the policy is the same, so a dropped response is generated twice. A choice that wastes
-over 5% of its tokens cannot be a default, however fast it is. The table also has ROLL's policy at an equal bound, and
-at the mean staleness of the choice.
+A *choice* is a set of rollout settings. A choice is unbiased if nothing was discarded, because then every prompt's
+first responses are trained on. It is also unbiased if the length bias after the warm-up (see the planner) is at most 1%
+in either direction. The bias also depends on chance: on which groups are in flight at the start and at the end of the
+measurement. Its standard error shows the size of this effect. If a prompt is issued again under the same policy, an
+engine draws the same response, so a dropped response is generated twice. A choice that wastes over 5% of its tokens
+cannot be a default, however fast it is. The table also has ROLL's scheduling policy, with the same bound on staleness,
+and with the mean staleness of the best choice.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Choice = dict[str, Any]  # keys of `[rollout]`
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The simulated figures of a choice."""
+    """The simulation results of a choice of rollout settings."""
 
     choice: Choice
     figures: Figures
@@ -53,7 +54,7 @@ class Found:
 
     @property
     def sound(self) -> bool:
-        """True if the choice is neither biased nor wasteful."""
+        """True if the choice neither biases training nor wastes many tokens."""
         return self.unbiased and self.wasted <= WASTEFUL
 
     @property
@@ -63,7 +64,7 @@ class Found:
 
 
 def choices(alpha: float, groups: int) -> Iterator[Choice]:
-    """Return the choices of the table; the run's default is the first."""
+    """Return the choices of rollout settings in the table; the first one is the default."""
     yield {}
     aheads = sorted({alpha, alpha - 0.05, 0.95, 0.5}, reverse=True)
     yield from (
@@ -77,7 +78,7 @@ def choices(alpha: float, groups: int) -> Iterator[Choice]:
 
 
 def defaults() -> Iterator[Row]:
-    """Print the table as it grows; return its marks as rows."""
+    """Print the tables, each as soon as it is complete. Return the main results as rows."""
     console = Console(width=130, highlight=False)
     for workload in workloads():
         table = Table(title=workload.name, title_justify="left")
@@ -119,7 +120,9 @@ def _found(workload: Workload, alpha: float, choice: Choice) -> Found:
 
 
 def _bias(config: RunConfig, workload: Workload, figures: Figures) -> tuple[float, float]:
-    """Return the length bias after the warm-up; with a filter it is relative to the mean length of all prompts."""
+    """Return the length bias after the warm-up, and its standard error. With a filter, the bias is relative to the mean
+    length over all prompts.
+    """
     timed = config.model_copy(update={"engine": workload.hardware.engine(config)})
     grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
     drawn = [one.tokens * grain for one in simulate_population(timed, figures.versions * config.groups)]

@@ -56,7 +56,7 @@ KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),
 )
-SHAPES = {  # the values of `KEYS`
+SHAPES = {  # config keys and their values by size; `KEYS` names the keys
     "tiny": (1000, 128, 512, 2, 2, 2),
     "30M": (16_000, 512, 2048, 6, 8, 2),
     "0.5B": (151_936, 896, 4864, 24, 14, 2),
@@ -74,7 +74,9 @@ def make_folder(size: str, folder: Path) -> Path:
 
 
 class Publisher:
-    """A run whose versions are published by a learner of this process. A small batch stands for each trained batch."""
+    """A run whose versions are published by a learner in this process. Each trained batch is replaced by a small batch
+    in storage.
+    """
 
     def __init__(self, store: ObjectStore, full_every: int) -> None:
         kept = {"keep_last": 10**6, "keep_every": 1, "state_every": 10**6, "full_every": full_every}
@@ -106,7 +108,7 @@ class StepTimes:
 
 
 def train_steps(learner: Learner, publisher: Publisher, count: int, tokens: int) -> StepTimes:
-    """Take steps, and publish each version during the next step, as the learner's actor does."""
+    """Take train steps. Publish each version while the next step is computed, as the learner's actor does."""
     publishing, times = Publishing(), StepTimes()
 
     def store(files: Mapping[str, Data]) -> None:
@@ -178,7 +180,7 @@ def measure_engine(folder: Path, policies: PolicyStore, turns: int) -> Iterator[
 def measure_store(
     folder: Path, policies: PolicyStore, store: Callable[[Path], ObjectStore], case: str
 ) -> Iterator[Row]:
-    """Compare publishing and fetching the newest version whole and as deltas, through a store."""
+    """Compare publishing and fetching the newest version through a store, once as whole files and once as deltas."""
     newest, found = policies.newest(), dict[str, tuple[float, float]]()
     versions = [policies.find(number) for number in (newest - 1, newest)]
     files = [{name_of(one): policies.read(one) for one in version.weights} for version in versions]
@@ -198,7 +200,7 @@ def measure_store(
 
 
 def measure_drawn(folder: Path, count: int, share: float = CHANGED) -> Iterator[Row]:
-    """Compare publishing and fetching `count` random weights of bfloat16, a share of which changes by one step."""
+    """Compare publishing and fetching `count` bfloat16 weights; a share of them changes by the smallest step."""
     draw = torch.Generator().manual_seed(0)
     before = (torch.randn(count, generator=draw) * 0.02).bfloat16()
     steps = (torch.rand(count, generator=draw) < share) * (2 * torch.randint(2, (count,), generator=draw) - 1)
@@ -233,9 +235,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=16, help="length of each of 16 responses")
     parser.add_argument("--rates", type=float, nargs="*", default=list(AIMS))
-    parser.add_argument("--turns", type=int, default=5, help="loads of the engine, of which the median is taken")
+    parser.add_argument("--turns", type=int, default=5, help="loads of the engine, for the median")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: a temporary folder")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, split_buffers
 from rollflow.storage.objects.local import LocalStore
 
-SECONDS, BYTES_PER_SECOND = 0.03, 125e6  # of a request; 1 Gbit/s
+SECONDS, BYTES_PER_SECOND = 0.03, 125e6  # duration of a request; rate of the link (1 Gbit/s)
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Link:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, size: int) -> None:
-        """Wait as long as it takes to send `size` bytes after all earlier transfers."""
+        """Wait until all earlier transfers are over, and then as long as it takes to send `size` bytes."""
         with self._lock:
             self.sent += size
             self._free = max(self._free, time.monotonic()) + size / self.rate

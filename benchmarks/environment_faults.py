@@ -1,15 +1,16 @@
-"""Measures a run whose environments hang, crash and write garbage in real worker processes.
+"""Measures a run in which environments in real worker processes hang, crash and write garbage.
 
-The run is compared with a run without faults, which has the same worker processes, timed engines, scheduler and
-storage, and the same number of counted healthy episodes. Two kinds of environment take turns, prompt by prompt. In the
-run with faults, 20% of the episodes of one kind hang until their deadline, 10% crash and 5% write garbage; the other
-kind never starts, and is left out once its failure budget (`environment.max_failures`) is used up. All counts are read
-from the run's storage.
+The run is compared with a run without faults. Both have the same worker processes, timed engines, scheduler and
+storage, and about the same number of healthy episodes in the measured versions. Two kinds of environment take turns,
+prompt by prompt. In the run with faults, 20% of the episodes of one kind hang until their deadline, 10% crash and 5%
+write garbage; the other kind never starts, and is left out once its failure budget (`environment.max_failures`) is used
+up. All counts are read from the run's storage.
 
 An episode that crashes occupies its worker process for a shorter time than a healthy one, and an episode that hangs
-usually for a longer time. If worker processes are never idle, the healthy episodes per second with faults, over the
-healthy share of those without faults, are t / (sum over the faults, and none: share x seconds). Here, t is the seconds
-of a healthy episode. This is the bound in the table.
+usually for a longer time. The table has the ratio of two rates of healthy episodes: the rate with faults, and the rate
+without faults times the share of healthy episodes. If worker processes are never idle, this ratio is t / (sum of share
+x seconds, over all faults and healthy episodes), where t is the seconds of a healthy episode. This is the bound in the
+table.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ from tests.support.pipeline import Pipeline
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "ROLLFLOW_FAULTS"  # environment variable by which all worker processes of a measurement are found
 SHARES = {"hang": 0.2, "crash": 0.05, "exit": 0.05, "garbage": 0.05}
-HEALTHY = ""  # in place of a fault
+HEALTHY = ""  # the name that stands for "no fault"
 AIM = 0.9
 TURN_TOKENS = 16
-FIRST = 1  # the version after which episodes are counted: all worker processes are busy by then
-AHEAD = 2  # alpha, and the number of last versions that are not counted: worker processes run out of work
+FIRST = 1  # episodes are counted after this version, when all worker processes are busy
+# Alpha (`async_ratio`), and the number of last versions that are not counted, because worker processes run out of work.
+AHEAD = 2
 
-# what storage says about the end of an episode: fault -> outcome, and a part of the reason
+# how an episode with each fault ends in storage: fault -> outcome, and a part of the reason
 ENDINGS: Mapping[str, tuple[Outcome, str]] = {
     HEALTHY: (Outcome.CORRECT, "the environment ended the episode"),
     "hang": (Outcome.TIMEOUT, "took more than environment.turn_seconds"),
@@ -63,7 +65,7 @@ ENDINGS: Mapping[str, tuple[Outcome, str]] = {
     "exit": (Outcome.KILLED, f"exited with code {EXIT_CODE} during step"),
     "garbage": (Outcome.KILLED, "wrote no valid answer to step"),
 }
-UNEXPLAINED = "unexplained"  # the fate of an episode that has none of these endings
+UNEXPLAINED = "unexplained"  # the fault of an episode that matches no line of `ENDINGS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class FaultSetup:
         return {"world": self.build_config(shares=dict(self.shares)), "broken": self.build_config(broken=True)}
 
     def find_bound(self, counts: Mapping[str, int]) -> float:
-        """Return the bound of the module's docstring, for these numbers of episodes with each fault."""
+        """Return the bound in the module's docstring; `counts` has the number of episodes with each fault."""
         until_fault = (self.turns + 1) / 2 * (self.generation + self.step) - self.step
         seconds = dict.fromkeys(self.shares, until_fault) | {HEALTHY: self.turns * (self.generation + self.step)}
         seconds["hang"] = until_fault + self.deadline
@@ -108,21 +110,24 @@ class FaultSetup:
 
 
 class KindRotation(Environment):
-    """Plays the prompts in several kinds of environment, in turn. A kind that counts as broken is left out.
+    """An environment that plays prompts in several kinds of environment, in turn. A kind that has failed too often (a
+    broken kind) is left out.
 
     All episodes of a group are played in one kind. A prompt that is issued again is played in the next kind.
     """
 
-    keeps_deadlines = True  # each kind enforces its own
+    keeps_deadlines = True  # each kind of environment enforces its own deadlines
 
     def __init__(self, kinds: Mapping[str, GymnasiumEnvironment]) -> None:
         self.kinds = {name: GymnasiumEpisodes(config) for name, config in kinds.items()}
-        self.out: dict[str, str] = {}  # kind that counts as broken -> why
+        self.out: dict[str, str] = {}  # broken kind -> the reason
         self.played = Counter[str]()  # kind -> number of its episodes
         self._chosen: dict[tuple[int, int], str] = {}
 
     async def play(self, episode: Episode) -> Score | None:
-        """Play an episode in the kind of its prompt; if this kind counts as broken, the episode is unjudged."""
+        """Play an episode in the kind of environment that was chosen for its prompt. If this kind is broken, the
+        episode is unjudged.
+        """
         kind = self._choose(episode.prompt.index, episode.attempt)
         self.played[kind] += 1
         try:
@@ -147,7 +152,7 @@ class KindRotation(Environment):
 
 @dataclass(slots=True)
 class FaultRun:
-    """What the storage of a run says, and what was left of the run."""
+    """The contents of a run's storage, and the processes that were alive after the run."""
 
     fates: Counter[str]  # fault -> number of episodes in the counted versions
     endings: list[tuple[int, Trajectory]]  # all trained episodes, each with the index of its prompt
@@ -224,7 +229,9 @@ def find_fate(episode: Trajectory) -> str:
 
 @contextlib.contextmanager
 def mark_processes() -> Iterator[Callable[[], list[int]]]:
-    """Mark all processes that are started in the block; yield a function that lists those that are alive."""
+    """Mark all processes that are started in the `with` block; yield a function that lists the marked processes that
+    are alive.
+    """
     mark = os.environ[VARIABLE] = secrets.token_hex(8)
 
     def list_left() -> list[int]:
@@ -242,7 +249,9 @@ def mark_processes() -> Iterator[Callable[[], list[int]]]:
 
 
 def compare_faults(versions: int) -> Iterator[Row]:
-    """Compare runs with faults and runs without, in turns; `versions` versions of a run without faults are counted."""
+    """Compare runs with faults and runs without faults, in turns. In a run without faults, `versions` versions are
+    counted.
+    """
     setup, sides = FaultSetup(), {False: list[FaultRun](), True: list[FaultRun]()}
     counted = {False: versions, True: round(versions / (1.0 - sum(SHARES.values())))}
     for _ in range(2 if versions > 3 else 1):
@@ -254,7 +263,7 @@ def compare_faults(versions: int) -> Iterator[Row]:
 
 
 def build_rows(setup: FaultSetup, sound: list[FaultRun], faulty: list[FaultRun]) -> Iterator[Row]:
-    """Return the figures of runs without and with faults."""
+    """Return the rates of healthy episodes, and their ratios, of runs without and with faults."""
     case = "faulty environments"
     free, fates = (sum((run.fates for run in runs), Counter[str]()) for runs in (sound, faulty))
     free_rate, rate = (
@@ -275,7 +284,7 @@ def build_rows(setup: FaultSetup, sound: list[FaultRun], faulty: list[FaultRun])
 
 
 def build_checks(case: str, runs: list[FaultRun], faulty: list[FaultRun]) -> Iterator[Row]:
-    """Return the figures that do not depend on the speed of the machine."""
+    """Return the counts that do not depend on the speed of the machine."""
     endings = [one for run in runs for _, one in run.endings]
     unexplained = sum(find_fate(one) == UNEXPLAINED for one in endings)
     others = sum(n for run in runs for reason, n in run.discards.items() if reason is not DiscardReason.UNJUDGED)

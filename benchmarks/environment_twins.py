@@ -1,10 +1,10 @@
 """Compares the simulator's ratio of lock-step to asynchronous episodes with the ratio that Ray actors measure.
 
-A twin is a workload of `benchmarks.environments` with fewer environments, whose seconds are divided by a scale. The
+A *twin* is a workload of `benchmarks.environments` with fewer environments; all its times are divided by a scale. The
 same twin runs on the virtual clock and in real time. In real time, the scheduler, the episodes, the proxy and the
-channel are the same objects, and the timed engines are Ray actors that are called remotely. Messages add
-some milliseconds to each generation. The table says by how much turns became longer; a smaller scale makes this share
-smaller, and the measurement longer.
+channel are the same objects, and the timed engines are Ray actors that are called remotely. Messages add some
+milliseconds to each generation. The table says by which share turns became longer. With a smaller scale, this share is
+smaller, but the measurement takes longer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 ENGINES = 2
 SEEDS = 2
-WARM_UP = 1  # steps that are not counted, besides those that alpha lets run ahead
+WARM_UP = 1  # number of first steps that are not counted, in addition to `alpha` steps
 OVERHEAD = 0.02  # largest share by which messages and busy cores may lengthen a turn
-STRETCHED = ("step_seconds", "reset_seconds")  # keys in seconds, for each distribution
-SPREADS = ("step_sigma", "reset_sigma")  # keys in seconds, if the distribution is Gaussian
+STRETCHED = ("step_seconds", "reset_seconds")  # config keys in seconds, whatever the distribution is
+SPREADS = ("step_sigma", "reset_sigma")  # config keys that are in seconds only if the distribution is Gaussian
 
 
 @dataclass(slots=True)
 class TurnTimes:
-    """The seconds that generations and steps took, and those that were drawn for them, by what took them."""
+    """The seconds that were drawn for generations and for steps of the environment, and the seconds that they really
+    took.
+    """
 
     drawn: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     took: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -98,7 +100,7 @@ class ClockedLockstepRun(ClockedRun, LockstepRun):
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A workload whose seconds are those of `work`, divided by `scale`."""
+    """A copy of the workload `work` with fewer environments, whose times are divided by `scale`."""
 
     work: Episodes
     scale: float
@@ -106,7 +108,7 @@ class Twin:
     size: int
 
     def shrink(self) -> Episodes:
-        """Return the workload with fewer environments, in less time."""
+        """Return the workload of the twin."""
         keys = dict(self.work.environment)
         is_gaussian = keys.get("distribution", "gaussian") == "gaussian"
         for key in (*STRETCHED, *(SPREADS if is_gaussian else ())):
@@ -130,7 +132,7 @@ TWINS = (Twin(gaussian(10), 50, 8, 4), Twin(ALFWORLD, 20, 8, 4))
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two schedules that a ratio compares."""
+    """One of the two schedules (lock-step or asynchronous episodes) that are compared."""
 
     alpha: float
     simulated: type[SimulatedRun]
@@ -149,7 +151,9 @@ class Side:
 
 @dataclass(slots=True)
 class Steps:
-    """The seconds of the counted steps of one schedule, and the times of its turns."""
+    """The seconds of the counted train steps of one schedule, on the virtual clock and in real time, and the times of
+    its turns.
+    """
 
     virtual: list[float]
     real: list[float]
@@ -157,7 +161,7 @@ class Steps:
 
 
 async def measure_side(side: Side, work: Episodes, hardware: Hardware, seeds: int, actors: Sequence[Any]) -> Steps:
-    """Run a schedule on both clocks, once for each seed."""
+    """Run a schedule in real time and on the virtual clock, once for each seed."""
     found = Steps([], [], [])
     for seed in range(seeds):
         config = side.plan(work, seed)
@@ -170,7 +174,9 @@ async def measure_side(side: Side, work: Episodes, hardware: Hardware, seeds: in
 
 
 def compare_twin(twin: Twin, versions: int, seeds: int) -> Iterator[Row]:
-    """Yield the ratio of a twin in the simulation and in real time. Ray must be running."""
+    """Yield the step times of lock-step and of asynchronous episodes, and their ratio, in the simulation and in real
+    time. Ray must be running.
+    """
     work = twin.shrink()
     hardware, names = work.hardware(), ("lock-step", "asynchronous episodes, alpha 1")
     sides = (
@@ -192,7 +198,7 @@ def compare_twin(twin: Twin, versions: int, seeds: int) -> Iterator[Row]:
 
 
 def build_overheads(case: str, name: str, times: Sequence[TurnTimes]) -> Iterator[Row]:
-    """Yield by how much generations and steps took longer than drawn, in per cent."""
+    """Yield rows that say by how many per cent generations and steps took longer than their drawn times."""
     for what in ("generations", "steps"):
         drawn, took = (sum(getattr(one, part)[what] for one in times) for part in ("drawn", "took"))
         yield Row(case, f"{name}: {what} longer than drawn, %", 100 * (took / drawn - 1.0))

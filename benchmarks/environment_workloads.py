@@ -20,7 +20,9 @@ SECONDS_PER_TOKEN = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """A workload of N prompts with G episodes each, as many environments, and engines with a slot for each of them."""
+    """A workload of `groups` prompts with `size` episodes each. There is an environment and an engine slot for each
+    episode.
+    """
 
     name: str
     groups: int
@@ -38,7 +40,9 @@ class Episodes:
         return self.groups * self.size
 
     def recipe(self, alpha: float, **rollout: Any) -> RunConfig:
-        """Return the recipe; environments limit the length of a turn, and a response is long enough for all turns."""
+        """Return the recipe. Environments limit the length of a turn; the limit on a whole response is so large that
+        all turns fit.
+        """
         section = TimedEnvironmentConfig.model_validate({"kind": "timed", "places": self.count, **self.environment})
         config = recipe(alpha, self.groups, self.size, cap=1_000_000)
         chosen = RolloutConfig.model_validate({**self.rollout, **rollout})
@@ -53,7 +57,7 @@ class Episodes:
         return changed(Hardware(), engines=slots | self.engines, responses=endless, learner=learner)
 
     def draw_batches(self, versions: int) -> list[list[float]]:
-        """Draw the seconds of every episode without a wait, for each batch of prompts in their order."""
+        """Draw the seconds that every episode takes if it never waits, for each batch of prompts in their order."""
         config = self.recipe(1)
         assert isinstance(config.environment, TimedEnvironmentConfig)
         environment = TimedEnvironment(config.environment, self.tokens_per_tick)
@@ -69,7 +73,9 @@ class Episodes:
         return [[draw(prompt, sample) for prompt in batch for sample in range(self.size)] for batch in batches]
 
     def bounds(self, versions: int) -> tuple[float, float]:
-        """Return the shortest step in seconds for any schedule, and for a schedule at alpha 1 that keeps the order."""
+        """Return two lower bounds of a train step in seconds: for any schedule, and for a schedule at alpha 1 that
+        trains prompts in their order.
+        """
         drawn = self.draw_batches(versions)
         places = self.environment.get("places", self.count)
         never_idle = max(fmean(map(sum, drawn)) / places, self.train_seconds)
@@ -77,7 +83,8 @@ class Episodes:
 
 
 def gaussian(sigma: float) -> Episodes:
-    """Return ROLL Flash's study of step latencies: Gaussian with mean 10 s, 256 environments, 20 turns.
+    """Return the workload of ROLL Flash's study of step latencies: Gaussian latencies with mean 10 s, 256 environments,
+    20 turns.
 
     The generation of a turn takes 6.6 s. With this value, a model of the study gives the study's speed-up of 2.46 at
     sigma 10.

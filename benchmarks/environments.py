@@ -1,15 +1,15 @@
 """Compares asynchronous episodes of environments with environments in lock-step.
 
-Most simulations use a virtual clock, and the shipped scheduler, episodes, proxy and channel, with timed engines and
-timed environments. In lock-step, all environments of a batch step together (`benchmarks.lockstep`). Ratios are
-lock-step / ours in seconds per step unless stated. The bound of a row is the largest speed-up that any schedule can
-reach on the same machines: with the same environments, which are never idle, the same engines and the same learner. The
-bound at alpha 1 is the largest speed-up of schedules that train the prompts in their order: two steps then take at
-least as long as the slowest episode of a batch and a train step, because an episode of batch b starts after version
-b - 1 is published.
+Most sections are simulations on a virtual clock. They use the shipped scheduler, episodes, proxy and channel, with
+timed engines and timed environments. In lock-step, all environments of a batch step together (`benchmarks.lockstep`).
+Ratios are the seconds per step of lock-step divided by those of asynchronous episodes, unless a row says otherwise. The
+bound of a row is the largest speed-up that any schedule can reach with the same environments (which are never idle),
+engines and learner. The bound at alpha 1 is the largest speed-up of schedules that train the prompts in their order.
+Two steps then take at least as long as the slowest episode of a batch plus a train step, because an episode of batch b
+starts after version b - 1 is published.
 
-Two sections run in real time, and take some minutes: `twins` compares the virtual clock with Ray actors
-(`benchmarks.environment_twins`), and `faults` breaks real worker processes (`benchmarks.environment_faults`).
+Two sections run in real time, and take some minutes. `twins` compares the virtual clock with Ray actors
+(`benchmarks.environment_twins`). `faults` measures real worker processes with faults (`benchmarks.environment_faults`).
 
     python -m benchmarks.environments [--only gaussian ...] [--quick] [--json FILE]
 """
@@ -30,11 +30,11 @@ from rollflow.tasks.simulation.world import SimulatedRun
 
 QUICK_VERSIONS = 3
 OF_BOUND = 0.95
-BIAS = 0.01  # largest difference of the mean number of turns
+BIAS = 0.01  # largest relative difference of the mean number of turns
 
 
 def bias(case: str, figures: Figures) -> Iterator[Row]:
-    """Return the rows of the bias, which compare trained episodes with drawn episodes."""
+    """Return rows with the bias: how trained episodes differ from all drawn episodes in length and turns."""
     off = figures.bias
     yield Row(case, "bias: mean trained tokens, %", 100 * off.mean_difference)
     yield at_most(case, "bias: mean trained turns, % (either way)", 100 * abs(off.turns_difference), 100 * BIAS)
@@ -60,19 +60,21 @@ def compared(work: Episodes, versions: int, aim: float | None = None) -> Iterato
 
 
 def step_latency(versions: int) -> Iterator[Row]:
-    """Simulate ROLL Flash's study of step latencies: 2.46x at sigma 10."""
+    """Simulate ROLL Flash's study of step latencies, whose published speed-up is 2.46x at sigma 10."""
     for sigma in (1, 3, 5, 7, 10):
         yield from compared(gaussian(sigma), versions, 2.46 if sigma == 10 else None)
 
 
 def mixes(versions: int) -> Iterator[Row]:
-    """Simulate mixes of turns and latencies like those of ALFWorld (published 2.72x) and of SWE agents."""
+    """Simulate workloads whose turns and latencies are like those of ALFWorld (published speed-up 2.72x) and of SWE
+    agents.
+    """
     yield from compared(ALFWORLD, versions, 3.0)
     yield from compared(SWE, versions, 2.1)
 
 
-# Environments of which some are slow, as RollArt reports for shared clusters. Episodes differ in their number of turns,
-# so that a preference for those that end first shows as a bias.
+# Some environments are slow, as RollArt reports for shared clusters. Episodes differ in their number of turns, so that
+# a preference for episodes that end first shows as a bias.
 SLOW = Episodes(
     "5% slow environments",
     16,
@@ -113,7 +115,9 @@ def redundancy(versions: int) -> Iterator[Row]:
 
 
 def simulate_redundant(faulty: Episodes, groups: int, size: int, versions: int) -> Figures:
-    """Simulate `groups` more groups, each larger by `size` episodes, with an environment for each episode."""
+    """Simulate `groups` more groups than a batch needs. All groups are larger by `size` episodes, and each episode has
+    its own environment.
+    """
     places = (faulty.groups + groups) * (faulty.size + size)
     work = replace(
         faulty,
@@ -124,7 +128,8 @@ def simulate_redundant(faulty: Episodes, groups: int, size: int, versions: int) 
 
 
 def rivals(versions: int) -> Iterator[Row]:
-    """Simulate the rules of other systems on the SWE-like mix; a row names the side whose bound on age is larger.
+    """Simulate the scheduling rules of other systems on the workload like SWE agents. A row names the side whose bound
+    on age is larger.
 
     ROLL's group queues deliver the groups that were started first. AReaL bounds the number of started episodes, but not
     the age of an episode, so its episodes may be older. With `async_ratio = 2` and `max_batches_ahead = 1`, rollflow
@@ -177,7 +182,7 @@ CROWDED = Episodes(
 
 
 class CountingRun(SimulatedRun):
-    """A simulated run that notes how many prompt and prefix tokens the engines found in their caches."""
+    """A simulated run that counts how many prompt and prefix tokens the engines found in their caches."""
 
     hit = 0.0
 
@@ -188,7 +193,7 @@ class CountingRun(SimulatedRun):
 
 
 def caches(versions: int) -> Iterator[Row]:
-    """Simulate admission by the tokens in the KV cache, against admission by slots."""
+    """Compare by simulation two rules of admission: by the tokens in the KV cache, and by slots."""
     name = CROWDED.name
     found: dict[str, Figures] = {}
     for admit in ("slots", "kv"):
@@ -202,7 +207,8 @@ def caches(versions: int) -> Iterator[Row]:
     yield from bias(name, found["kv"])
 
 
-SECTIONS: dict[str, tuple[Callable[[int], Iterator[Row]], int]] = {  # with the versions of a simulation
+# Maps the name of a section to its function, and to the number of versions that it simulates.
+SECTIONS: dict[str, tuple[Callable[[int], Iterator[Row]], int]] = {
     "gaussian": (step_latency, 12),
     "mixes": (mixes, 24),
     "redundancy": (redundancy, 16),
@@ -216,7 +222,7 @@ SECTIONS: dict[str, tuple[Callable[[int], Iterator[Row]], int]] = {  # with the 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
-    parser.add_argument("--quick", action="store_true", help="few versions of each simulation")
+    parser.add_argument("--quick", action="store_true", help="simulate only a few versions")
     options = parser.parse_args()
     chosen = [SECTIONS[name] for name in options.only]
     rows = [row for section, versions in chosen for row in section(QUICK_VERSIONS if options.quick else versions)]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.episodes [--quick] [--json FILE]
 
-The figures are CPU microseconds of one process on the virtual clock. The same episodes also run on engines and
+The results are CPU microseconds of one process on the virtual clock. The same episodes also run on engines and
 environments alone. The cost of this second run is subtracted; the rest is the cost of scheduler, episodes, proxy,
 buffer and batches for one turn. The results of a simulation, such as the bias, are computed after its end, and are not
 part of the cost. Most episodes wait for their environments: a turn generates for 1 s, and a step takes 9 s. Python's
@@ -44,8 +44,8 @@ SLOTS = 250
 TURNS = 8
 FLYING = (1_000, 10_000, 100_000)
 QUICK_FLYING = (500, 1_000)
-VERSIONS = 2  # each with half as many episodes as are in flight
-AIM = 50.0  # microseconds of scheduling for a turn
+VERSIONS = 2  # number of versions; the batch of a version has half as many episodes as are in flight
+AIM = 50.0  # target: CPU microseconds of scheduling for a turn
 
 
 def workload(flying: int, turns: int = TURNS) -> tuple[RunConfig, Hardware]:
@@ -106,7 +106,7 @@ class BareEpisode:
 
 
 def bare(flying: int, episodes: int, turns: int = TURNS) -> tuple[float, int]:
-    """Return the CPU seconds and the turns of as many episodes on engines and environments alone."""
+    """Run this number of episodes on engines and environments alone. Return the CPU seconds and the number of turns."""
     config, hardware = workload(flying, turns)
     section, environment = hardware.engine(config), config.environment
     assert isinstance(section, TimedEngineConfig)
@@ -119,7 +119,8 @@ def bare(flying: int, episodes: int, turns: int = TURNS) -> tuple[float, int]:
             for number in range(place, episodes, flying):
                 prompt = Prompt("p", number // GROUP, "d", "", ModelInput.of((number // GROUP,)))
                 episode = BareEpisode(engine, prompt, sample_seed(0, number // GROUP, number % GROUP))
-                await timed.play(cast(Episode, episode))  # it has what a timed environment calls
+                # a `BareEpisode` has the methods that a timed environment calls
+                await timed.play(cast(Episode, episode))
                 taken += episode.turns
 
         timed = TimedEnvironment(environment, section.tokens_per_tick)
@@ -166,7 +167,9 @@ def read_peak() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of turns: CPU microseconds of a simulation and of engines and environments alone, and kB per episode."""
+    """The cost of a turn in CPU microseconds, in a simulation and on engines and environments alone, and the kB per
+    episode.
+    """
 
     whole: float
     alone: float
@@ -174,7 +177,7 @@ class Cost:
 
     @property
     def scheduling(self) -> float:
-        """CPU microseconds of scheduling for a turn."""
+        """The CPU microseconds of scheduling for a turn."""
         return self.whole - self.alone
 
 
@@ -188,7 +191,7 @@ def measure(flying: int) -> Cost:
 
 
 def measure_apart(flying: int) -> Cost:
-    """Measure in a process of its own, whose memory is not that of earlier simulations."""
+    """Measure in a new process, so that its memory does not include that of earlier simulations."""
     command = [sys.executable, "-m", "benchmarks.episodes", "--one", str(flying)]
     return Cost(**json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
 
@@ -212,7 +215,7 @@ def rows(flyings: Sequence[int]) -> Iterator[Row]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="few episodes in flight")
+    parser.add_argument("--quick", action="store_true", help="keep only a few episodes in flight")
     parser.add_argument("--one", type=int, help="measure this number of episodes in this process, and print JSON")
     options = parser.parse_args()
     if options.one:

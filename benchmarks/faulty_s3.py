@@ -18,7 +18,7 @@ SHARE = 0.02  # the fraction of all answers that are corrupted
 @contextmanager
 def faulty_s3(bucket: str, seed: int) -> Iterator[str]:
     """Yield the endpoint with corrupted answers. This process, which only watches the run, uses the server directly."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # on lower levels werkzeug prints every request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # at a lower level, werkzeug would print every request
     rates = dict.fromkeys(KINDS, SHARE / len(KINDS))
     with s3_server(bucket) as endpoint, FaultyProxy(endpoint, rates, seed) as proxy:
         before = {name: os.environ.get(name) for name in (*KEYS, "AWS_ENDPOINT_URL_S3")}

@@ -1,4 +1,5 @@
-"""An environment of gymnasium's signature that hangs, crashes or writes garbage, for `benchmarks.environment_faults`.
+"""Defines an environment in the form of gymnasium that hangs, crashes or writes garbage, for
+`benchmarks.environment_faults`.
 
 Worker processes import this module, so it needs only the standard library.
 """
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-LAST_FD = 64  # file descriptors below this number are written to, because the protocol has one of them
+LAST_FD = 64  # garbage is written to all file descriptors below this number, because the protocol uses one of them
 EXIT_CODE = 7
 
 
@@ -24,7 +25,7 @@ def act(text: str) -> int:
 
 
 def hang() -> None:
-    """Leave a process in a session of its own, and never return, even after SIGTERM."""
+    """Start a process in its own session, and never return, even after SIGTERM."""
     if os.fork() == 0:
         os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -33,19 +34,19 @@ def hang() -> None:
 
 
 def crash() -> None:
-    """End by SIGSEGV, as a library of C may do."""
+    """End this process by SIGSEGV, as a faulty C library may do."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.kill(os.getpid(), signal.SIGSEGV)
     time.sleep(3600)
 
 
 def leave() -> None:
-    """End without a word."""
+    """End this process without a message."""
     os._exit(EXIT_CODE)
 
 
 def write_garbage() -> None:
-    """Write lines that are no messages to all file descriptors."""
+    """Write lines that are not messages of the protocol to all file descriptors."""
     for fd in range(3, LAST_FD):
         with contextlib.suppress(OSError):
             os.write(fd, b"\xff{garbage}\n" * 3)
@@ -55,13 +56,15 @@ FAULTS: Mapping[str, Callable[[], None]] = {"hang": hang, "crash": crash, "exit"
 
 
 def draw_fault(draw: random.Random, shares: Mapping[str, float], turns: int) -> tuple[str, int]:
-    """Draw the fault of an episode, "" for none, and the turn in which the fault happens."""
+    """Draw the fault of an episode (or "" for none), and the turn in which the fault happens."""
     name = draw.choices(["", *shares], [1.0 - sum(shares.values()), *shares.values()])[0]
     return name, draw.randint(1, turns)
 
 
 class FaultyWorld:
-    """Takes `turns` steps of `seconds` each, and has the reward 1 at the end; a share of the episodes has a fault."""
+    """An environment with `turns` steps of `seconds` each, and the reward 1 at the end. A share of the episodes has a
+    fault.
+    """
 
     def __init__(
         self,
@@ -71,12 +74,13 @@ class FaultyWorld:
         by_seed: bool = False,
         broken: bool = False,
     ) -> None:
-        """Create the world.
+        """Create the environment.
 
         Args:
-            shares: share of the episodes with each fault, by a name in `FAULTS`.
-            by_seed: the fault depends on the seed of the prompt alone; else each episode draws its own.
-            broken: every creation of the world ends its process.
+            shares: maps the name of a fault in `FAULTS` to the share of episodes with this fault.
+            by_seed: if true, the fault depends only on the seed of the prompt; otherwise each episode draws its own
+                fault.
+            broken: if true, every creation of the environment ends its process.
         """
         if broken:
             leave()
@@ -90,7 +94,7 @@ class FaultyWorld:
         return 0, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        """Take a step, or have the fault."""
+        """Take a step, or execute the fault of the episode."""
         self.steps += 1
         if self.fault and self.steps == self.at:
             FAULTS[self.fault]()

@@ -59,14 +59,14 @@ PARTS = {  # name: its module in `benchmarks`, and its time limit in seconds on 
     "generation": ("gpu_speed", 60),
 }
 SECONDS = 345.0  # the time limit of all parts together, on a GPU
-CPU_SECONDS = 600.0  # the time limit of all parts together without a GPU, for the case of a hang
-STARTS = 3  # the largest number of starts of a child
+CPU_SECONDS = 600.0  # the time limit of all parts together without a GPU, which only ends a hang
+STARTS = 3  # the largest number of attempts to start a child
 READY, ROW, DONE = "READY ", "ROW ", "DONE "
-TAIL = 12  # lines of a child's output that are kept for the row of its death
+TAIL = 12  # lines of a child's output that are shown in a row if the child crashes
 
 
 class Child:
-    """A child process that imports at once, and then runs the requested parts."""
+    """A child process that imports the packages immediately, and then runs the requested parts."""
 
     command: ClassVar[Sequence[str]] = (sys.executable, "-m", "benchmarks.gpu", "--child")
 
@@ -88,7 +88,7 @@ class Child:
         threading.Thread(target=self._read, daemon=True).start()
 
     def lines(self, seconds: float) -> Iterator[str]:
-        """Yield the child's messages until it ends or its time is over; print all other output."""
+        """Yield the child's messages until it ends or its time limit is reached; print all other output."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             try:
@@ -104,7 +104,7 @@ class Child:
                 print(f"    {line.rstrip()}", file=sys.stderr, flush=True)
 
     def order(self, parts: Sequence[str], limit: float) -> None:
-        """Order the child to run these parts, each for at most `limit` seconds."""
+        """Tell the child to run these parts, each for at most `limit` seconds."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{limit} {' '.join(parts)}\n")
@@ -125,14 +125,16 @@ class Child:
 
 
 class Kit:
-    """Runs parts and keeps their rows."""
+    """Runs the parts of `make gpu`, and keeps the rows of their results."""
 
     def __init__(self, path: str, seconds: float, file: Path | None) -> None:
         self._path, self._file, self._seconds = path, file, seconds
         self.rows: list[Row] = []
 
     def run(self, parts: Sequence[str]) -> None:
-        """Run these parts; with a GPU each runs in its own child, and the next child starts in the meantime."""
+        """Run these parts. With a GPU, each part runs in its own child process, and the next child starts in the
+        meantime.
+        """
         until, left, starts = time.monotonic() + self._seconds, list(parts), STARTS
         child = Child(self._path)
         try:
@@ -163,12 +165,12 @@ class Kit:
             child.end()
 
     def _ready(self, child: Child) -> str | None:
-        """Return the device of the part, "gpu" or "cpu"; None if the child did not start."""
+        """Return the child's device, "gpu" or "cpu". Return None if the child did not start."""
         line = next(child.lines(120), None)
         return line.removeprefix(READY).strip() if line else None
 
     def _follow(self, child: Child, parts: list[str], limit: float) -> None:
-        """Collect the rows of these parts; an unfinished part becomes one row."""
+        """Collect the rows of these parts. For an unfinished part, add a row that says why it did not finish."""
         left = list(parts)
         child.order(parts, limit)
         for line in child.lines(limit + 5):
@@ -193,7 +195,7 @@ class Kit:
 
 
 def serve() -> None:
-    """Run as a child: import the packages, report that, and run the parts that standard input names."""
+    """Run as a child process: import the packages, report this, and run the parts that standard input names."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     map_package()
     import torch
@@ -215,7 +217,7 @@ def serve() -> None:
 
 
 def rows_of(part: Part) -> Iterator[Row]:
-    """Yield the rows of a part; an exception becomes its last row."""
+    """Yield the rows of a part. If the part raises an exception, the last row describes it."""
     from benchmarks.gpu_rows import guard
 
     yield from guard("the part", part)
@@ -242,8 +244,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON, after each part")
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of all parts together, on a GPU")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels that this Python lacks")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of all parts, on a GPU")
+    parser.add_argument("--wheels", type=Path, help="a folder with wheels of packages that are not installed")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -1,8 +1,8 @@
-"""Checks on a GPU whether the transformers engine's bits depend on the state of its process.
+"""Checks on a GPU whether the results of the transformers engine, bit for bit, depend on the state of its process.
 
-Several engines generate the same requests in one process, one after the other, with a change in between. Each
-engine is compared with the first engine: its responses, and the inputs and outputs of its model's modules in the first
-passes.
+Several engines answer the same requests in one process, one after the other. Between two engines, the state of the
+process is changed. Each engine is compared with the first one: its responses, and the inputs and outputs of its model's
+modules in the first forward passes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollflow.tasks.engines import fixed_shape
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.policies.device import WORKSPACE, fix_workspace
 
-PASSES = 40  # passes whose modules are compared; they go beyond position 64, where differences were seen
+PASSES = 40  # forward passes whose modules are compared; they reach beyond position 64, where differences were seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Made:
 
 
 def run_bits() -> Iterator[Row]:
-    """Report the changes that alter the engine's bits."""
+    """Report which changes of the process's state change the engine's results."""
     sizes = QWEN_05B if GPU else TINY
-    count, tokens = (128, 96) if GPU else (6, 6)  # on a GPU groups of 256 keys, with which cuDNN's bits differ
+    count, tokens = (128, 96) if GPU else (6, 6)  # on a GPU, groups of 256 keys, for which cuDNN's bits differ
     given = os.environ.pop(WORKSPACE, None)
     try:
         with (
@@ -75,7 +75,9 @@ def _compare(folder: Path, requests: Sequence[GenerationRequest], vocabulary: in
 
 
 def _with_cudnn(folder: Path, requests: Sequence[GenerationRequest]) -> Iterator[Row]:
-    """Compare two engines that may use cuDNN's attention, which the engine turns off for its bits."""
+    """Compare two engines that may use cuDNN's attention. The engine normally turns it off, so that its results are
+    reproducible.
+    """
     with mock.patch.object(fixed_shape, "turn_off_cudnn_attention"):
         torch.backends.cuda.enable_cudnn_sdp(True)
         first, second = _generate(folder, requests), _generate(folder, requests)
@@ -100,7 +102,7 @@ def _generate(folder: Path, requests: Sequence[GenerationRequest]) -> Made:
 async def _generated(folder: Path, requests: Sequence[GenerationRequest]) -> Made:
     engine = await start_engine(folder, "bfloat16", DEVICE)
     was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # the engine's sums of probabilities have no deterministic algorithm
+    torch.use_deterministic_algorithms(False)  # torch cannot sum probabilities deterministically
     try:
         with _watched(engine._sampler._model) as digests:
             made = await generate_all(engine, requests)
@@ -112,7 +114,9 @@ async def _generated(folder: Path, requests: Sequence[GenerationRequest]) -> Mad
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Collect digests of inputs and outputs of each leaf module in the first passes, by position, in order."""
+    """Collect digests of the inputs and outputs of each leaf module in the first forward passes, in their order, by
+    module and pass.
+    """
     found: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -137,7 +141,9 @@ def _watched(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits weighted by position; a sum of integers does not depend on the order."""
+    """Return a sum of a tensor's bit patterns, weighted by position. A sum of integers does not depend on the order of
+    addition.
+    """
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(kinds[tensor.element_size()]).flatten().long()
     return (bits * (torch.arange(len(bits), device=bits.device) % 1_000_003 + 1)).sum()

@@ -1,4 +1,4 @@
-"""Checks numbers on a GPU: learners against the CPU, moved states, and bit-reproducible training."""
+"""Checks learners on a GPU: numbers against the CPU's, states that move between devices, and reproducible training."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "grpo, LoRA": {"lora": {"rank": 4}},
     "grpo, no shared prompts": {"share_prefixes": "none"},
 }
-NATS, RELATIVE, STEP = 1e-4, 1e-4, 0.02  # float32 limits of log-probs, gradients and steps
-BFLOAT = 1.5  # limit in bfloat16: this many times the CPU's own distance from float64
-BACK = {"float32": 1e-4, "bfloat16": 0.2}  # relative limit of the next gradient, after a move to another device
-ROUNDED = 1e-6  # relative limit of differences by rounding
+NATS, RELATIVE, STEP = 1e-4, 1e-4, 0.02  # limits in float32 for errors of log-probs, gradients and steps
+BFLOAT = 1.5  # limit in bfloat16, as a multiple of the CPU's own error against float64
+BACK = {"float32": 1e-4, "bfloat16": 0.2}  # limit of the next gradient's relative error after a move to another device
+ROUNDED = 1e-6  # limit of relative differences that come from rounding
 TOKENS = list(range(3, 120))
 
 
 def run_learners() -> Iterator[Row]:
-    """Compare learners of four architectures, and of other objectives, with float64 on the CPU."""
+    """Compare learners of several architectures with float64 on the CPU, and learners with other objectives with
+    float32 on the CPU.
+    """
     for kind in KINDS:
         yield from guard(kind, partial(_architecture, kind))
     for name, keys in OBJECTIVES.items():
@@ -71,7 +73,7 @@ def _architecture(kind: str) -> Iterator[Row]:
 def _beside(
     name: str, folder: Path, dtype: str, batch: TrajectoryBatch, said: torch.Tensor, exact: Stepped
 ) -> Iterator[Row]:
-    """Yield the rows of one architecture and type; in bfloat16 the limit is relative to the CPU's error."""
+    """Yield the rows of one architecture and data type. In bfloat16, the limits are relative to the CPU's errors."""
     found = {device: _distances(build(folder, device, dtype), batch, said, exact) for device in ("cpu", DEVICE)}
     bounds = (NATS, RELATIVE, STEP) if dtype == "float32" else tuple(BFLOAT * off for off in found["cpu"])
     names = ("log-probs, rms off float64", "gradient off float64", "step off float64")
@@ -127,13 +129,13 @@ def _moved(name: str, dtype: str, keys: Mapping[str, Any]) -> Iterator[Row]:
                 first.step(batch, version)
             weights, state = _files(first)
             second = build(folder, there, dtype, **keys)
-            second.step(batch, 0)  # a step with other data, whose state the load must replace
+            second.step(batch, 0)  # the learner takes a step on other data; loading must replace the state of this step
             second.load(weights, state)
             own_weights, own_state = _files(second)
             yield check_at_most(f"{way}: moments and generators that differ", _apart_in(own_state, state), 0, "tensors")
             if "lora" not in keys:
                 yield check_at_most(f"{way}: weights that differ", _apart_in(own_weights, weights), 0, "tensors")
-            else:  # another device rounds the sum of weight and adapter differently
+            else:  # devices round the sum of weight and adapter differently
                 off = distance(from_files(own_weights), from_files(weights))
                 yield check_at_most(f"{way}: weights, off what was stored", off, ROUNDED, "relative")
             one, other = step_once(first, batch, 2), step_once(second, batch, 2)
@@ -158,14 +160,16 @@ def _files(learner: TorchLearner) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 def _apart_in(own: Mapping[str, bytes], given: Mapping[str, bytes]) -> int:
-    """List the tensors that differ, without the other device's random generator."""
+    """List the tensors that differ, except the state of the other device's random generator."""
     one, other = from_files(own), from_files(given)
     names = (one.keys() | other.keys()) - {DEVICE_RNG}
     return sum(not (name in one and name in other and torch.equal(one[name], other[name])) for name in names)
 
 
 def run_deterministic() -> Iterator[Row]:
-    """Train twice with `train.deterministic`: every objective, and a policy with a vocabulary of 151,936."""
+    """Train twice with `train.deterministic`, with every objective, and with a policy whose vocabulary has 151,936
+    tokens.
+    """
     yield from guard("a larger policy", _large_twice)
     for name, keys in OBJECTIVES.items():
         yield from guard(f"{name}, deterministic", partial(_twice, name, {**keys, "deterministic": True}))
@@ -192,7 +196,7 @@ def _large_twice() -> Iterator[Row]:
 
 
 def _apart(folder: Path, dtype: str, batch: TrajectoryBatch, keys: Mapping[str, Any]) -> int:
-    """Count the differing elements of weights, masters and moments after two runs of two versions."""
+    """Train two versions twice. Return how many elements of weights, masters and moments differ."""
     runs = []
     for _ in range(2):
         learner = build(folder, DEVICE, dtype, **keys)

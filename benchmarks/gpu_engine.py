@@ -1,4 +1,4 @@
-"""Checks the transformers engine on a GPU: against the learner, and alternating with it on one device."""
+"""Checks the transformers engine on a GPU against the learner, and alternates engine and learner on one device."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from rollflow.tasks.engines.transformers import TransformersEngine
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 TOLERANCE = {"float32": 0.01, "bfloat16": 1.0}  # the default tolerance of the probe, in nats
-MEAN = {"float32": 1e-4, "bfloat16": 0.05}  # limit of the mean difference over all tokens, in nats
-TOGETHER = 1.15  # limit of the common peak, as a multiple of the larger single peak
+MEAN = {"float32": 1e-4, "bfloat16": 0.05}  # limit of the mean difference of log-probs over all tokens, in nats
+TOGETHER = 1.15  # limit of the peak memory in turns, as a multiple of the larger peak of engine and learner alone
 KEYS = {"deterministic": True, "micro_tokens": 4096}
-TINY: Mapping[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}  # tokens get very different probabilities
+TINY: Mapping[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}  # makes token probabilities very different
 
 
 def make_requests(count: int, vocabulary: int, prompt: int, tokens: int) -> list[GenerationRequest]:
@@ -51,7 +51,7 @@ def make_requests(count: int, vocabulary: int, prompt: int, tokens: int) -> list
 
 
 async def start_engine(folder: Path, dtype: str, device: str, slots: int = 256) -> TransformersEngine:
-    """Start an engine that has the folder's weights as version 0."""
+    """Start an engine whose version 0 has the weights in the folder."""
     engine = TransformersEngine(TransformersEngineConfig(max_concurrent_requests=slots), folder, dtype=dtype)  # type: ignore[arg-type]
     with placed(device):
         await engine.start()
@@ -72,7 +72,9 @@ async def generate_all(engine: TransformersEngine, requests: Sequence[Generation
 
 
 def count_differences(what: str, first: Sequence[Generation], made: Sequence[Generation]) -> Iterator[Row]:
-    """Describe the differences: number of responses, first differing tokens, and other fields."""
+    """Yield rows that describe how two sets of responses differ: the number of responses, the first differing token,
+    and the fields.
+    """
     pairs = [(a, b) for a, b in zip(first, made, strict=True) if a != b]
     yield Row(f"{what}: responses that differ", len(pairs))
     places = [_first_difference(a, b) for a, b in pairs]
@@ -92,7 +94,9 @@ def _first_difference(a: Generation, b: Generation) -> int:
 
 
 def run_engine() -> Iterator[Row]:
-    """Compare the engine's log-probs with the learner's, and its responses with those of a second run."""
+    """Compare the engine's log-probs with the learner's, and the engine's responses with its responses to the same
+    requests again.
+    """
     for dtype in ("float32", "bfloat16"):
         yield from guard(f"engine, {dtype}", partial(_engine, f"small policy, {dtype}", dtype, TINY))
     if not GPU:
@@ -133,7 +137,7 @@ async def _three_times(
 
 
 def _gap(learner: TorchLearner, request: GenerationRequest, made: Generation) -> torch.Tensor:
-    """Return the differences of a response's log-probs, (T,) in nats."""
+    """Return the absolute differences between engine and learner of a response's log-probs, (T,) in nats."""
     theirs = learner.logprobs([*request.prompt.tokens, *made.tokens])[request.prompt.length - 1 :]
     return (torch.tensor(list(made.logprobs)) - torch.tensor(theirs)).abs()
 
@@ -150,7 +154,7 @@ def run_turns() -> Iterator[Row]:
 
 
 def _turns(runner: asyncio.Runner, folder: Path, requests: Sequence[GenerationRequest], batch: Any) -> Iterator[Row]:
-    """Measure engine and learner each alone, both side by side, and both alternating."""
+    """Measure the memory of engine and learner alone, side by side, and in turns. The results must be the same."""
     engine_peak, apart_made = runner.run(_alone(folder, requests))
     clear_memory()
     yield from _peak_row("peak of the engine alone", engine_peak)
@@ -190,7 +194,7 @@ def _turns(runner: asyncio.Runner, folder: Path, requests: Sequence[GenerationRe
 def _train_between(
     runner: asyncio.Runner, engine: TransformersEngine, learner: TorchLearner, batch: Any
 ) -> Iterator[Row]:
-    """Free the engine, train, free the learner, and load the next version into the engine."""
+    """Move the engine to the CPU, train, move the learner to the CPU, and load the next version into the engine."""
     yield _timed("engine to the processor", partial(_free_engine, runner, engine))
     yield _timed("learner to the device", partial(move_learner, learner, DEVICE))
     learner.step(batch, 1)
@@ -208,7 +212,9 @@ def _hand_over(runner: asyncio.Runner, engine: TransformersEngine, learner: Torc
 def _generate(
     runner: asyncio.Runner, engine: TransformersEngine, requests: Sequence[GenerationRequest]
 ) -> list[Generation]:
-    """Generate without deterministic algorithms, which do not exist for the engine's sums of probabilities."""
+    """Generate with torch's deterministic algorithms turned off, because there are none for the engine's sums of
+    probabilities.
+    """
     torch.use_deterministic_algorithms(False)
     try:
         return runner.run(generate_all(engine, requests))
@@ -250,7 +256,7 @@ def _timed(what: str, act: Callable[[], None]) -> Row:
 
 
 def _free_engine(runner: asyncio.Runner, engine: TransformersEngine) -> None:
-    """Move the engine's weights to the CPU and drop its attention state."""
+    """Move the engine's weights to the CPU, and delete its attention state."""
     runner.run(engine.suspend("continue"))
     engine._sampler._groups.clear()
     engine._sampler._model.to("cpu")

@@ -1,4 +1,4 @@
-"""Measures GPU memory of the head of a large vocabulary, of a train step, and of recomputed activations.
+"""Measures the GPU memory of a large vocabulary's output head, of a train step, and of recomputed activations.
 
 Shapes: M tokens, H hidden, V vocabulary.
 """
@@ -31,17 +31,17 @@ from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 ENTROPY = 0.1
-WORSE = {torch.float32: 1.5, torch.bfloat16: 2.0}  # limit as a multiple of the plain formula's distance from float64
-FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # distances below this value do not count
+WORSE = {torch.float32: 1.5, torch.bfloat16: 2.0}  # limit, as a multiple of the plain formula's error
+FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # errors below this value pass in any case
 HEAD_SHARE = 0.5  # limit of the head's memory, as a fraction of the plain formula's memory
-NEAR = 0.03  # relative limit of the difference between the kept bytes and the formula
+NEAR = 0.03  # limit of the relative difference between the bytes that are kept and the formula
 WORKSPACE = 5e7  # bytes that libraries may allocate for themselves
 LARGE_BATCH = BatchShape(8, 8, QWEN_05B["vocab_size"], (48, 80), 160, 0.5, 448)
 Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (hidden states, targets) -> (log-probs, entropies)
 
 
 def run_head() -> Iterator[Row]:
-    """Compare the chunked head with a plain formula, at V = 151,936."""
+    """Compare rollflow's chunked output head with the plain formula, at V = 151,936."""
     for dtype in (torch.float32, torch.bfloat16):
         yield from guard(f"head, {dtype}", partial(_head, dtype))
 
@@ -90,7 +90,7 @@ def _own(logprobs: TokenLogprobs, hidden_MH: Tensor, targets_M: Tensor) -> tuple
 
 
 def _plain(weight_VH: Tensor, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the plain formula."""
+    """Compute log-probs, entropies and gradients by the plain formula, which needs all logits at once."""
     logits_MV = torch.nn.functional.linear(hidden_MH, weight_VH)
     logits_MV = logits_MV if logits_MV.dtype == torch.float64 else logits_MV.float()
     all_MV = torch.log_softmax(logits_MV, -1)
@@ -101,13 +101,15 @@ def _plain(weight_VH: Tensor, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Ten
 
 
 def _exact(weight_VH: Tensor, count: int) -> list[Tensor]:
-    """Compute `_values` in float64."""
+    """Compute the result of `_values` by the plain formula in float64."""
     wide_VH = weight_VH.detach().double().requires_grad_()
     return _values(partial(_plain, wide_VH), wide_VH, count, given=weight_VH)
 
 
 def _values(way: Way, weight_VH: Tensor, count: int, given: Tensor | None = None) -> list[Tensor]:
-    """Return log-probs, entropies, and gradients of hidden states (with the type of `given`) and of the head."""
+    """Return log-probs, entropies, and the gradients of hidden states and head. The hidden states are rounded to the
+    type of `given`.
+    """
     hidden_MH, targets_M = _asked(weight_VH if given is None else given, count)
     hidden_MH = hidden_MH.to(weight_VH.dtype).requires_grad_()
     weight_VH.grad = None
@@ -120,7 +122,7 @@ def _values(way: Way, weight_VH: Tensor, count: int, given: Tensor | None = None
 
 
 def _asked(weight_VH: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw hidden states, as after the last norm, and targets from a seed."""
+    """Draw hidden states (like those after the last norm) and targets from a seed."""
     draw = torch.Generator().manual_seed(0)
     hidden_MH = torch.randn(count, weight_VH.shape[1], generator=draw).to(weight_VH)
     return hidden_MH, torch.randint(len(weight_VH), (count,), generator=draw).to(weight_VH.device)
@@ -131,7 +133,7 @@ def _off(found: Tensor, exact: Tensor) -> float:
 
 
 def _peak_of(way: Way, weight_VH: Tensor, count: int) -> Peak:
-    """Return the peak of the last of three runs."""
+    """Return the peak memory of the last of three runs."""
     for _ in range(3):
         hidden_MH, targets_M = _asked(weight_VH, count)
         weight_VH.grad = None
@@ -155,7 +157,7 @@ def run_memory() -> Iterator[Row]:
 def _split(name: str, folder: Path, keys: Mapping[str, Any]) -> Iterator[Row]:
     clear_memory()
     warm = torch.ones(64, 64, dtype=torch.bfloat16, device=DEVICE)
-    warm = torch.nn.functional.linear(warm, warm, warm[0])  # the workspaces of matrix products stay
+    warm = torch.nn.functional.linear(warm, warm, warm[0])  # allocates workspaces of matrix products
     base = torch.cuda.memory_allocated()
     learner = build(folder, DEVICE, "bfloat16", micro_tokens=4096, **keys)
     built, batch = torch.cuda.memory_allocated() - base, make_batch(LARGE_BATCH)
@@ -164,7 +166,7 @@ def _split(name: str, folder: Path, keys: Mapping[str, Any]) -> Iterator[Row]:
     clipped, peak = _watched_step(learner, batch)
     whole = sum(p.numel() for p in learner.model.parameters())
     trained = sum(p.numel() for p in learner.policy.trained.parameters.values())
-    untrained = whole - trained if keys else whole  # an adapter's parameters are its own masters
+    untrained = whole - trained if keys else whole  # the parameters of an adapter need no separate masters
     masters, moments = 4 * trained, 8 * trained
     gradients, weights = 4 * trained, 2 * untrained
     rows = {
@@ -185,7 +187,7 @@ def _split(name: str, folder: Path, keys: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _watched_step(learner: TorchLearner, batch: Any) -> tuple[int, Peak]:
-    """Return the bytes in use when the gradient is complete, and the peak of the step."""
+    """Return the bytes in use when the gradient is complete, and the peak memory of the step."""
     seen: list[int] = []
     clip = learner.policy.clip
 
@@ -199,7 +201,9 @@ def _watched_step(learner: TorchLearner, batch: Any) -> tuple[int, Peak]:
 
 
 def run_recompute() -> Iterator[Row]:
-    """Compare training with stored and with recomputed activations: the same gradient, less memory."""
+    """Check that training with recomputed activations has the same gradient as with stored activations, and needs less
+    memory.
+    """
     sizes = {**QWEN_05B, "num_hidden_layers": 12} if GPU else {}
     batch = make_batch(LARGE_BATCH if GPU else BatchShape())
     found: dict[bool, tuple[dict[str, Tensor], Peak]] = {}
@@ -233,7 +237,7 @@ def run_recompute() -> Iterator[Row]:
 
 
 def _keep(learner: TorchLearner, gradients: dict[str, Tensor], clip: Callable[[], float]) -> float:
-    """Copy the gradients to the CPU."""
+    """Copy the gradients to the CPU before they are clipped."""
     given = learner.policy.trained.parameters.items()
     gradients.update({name: p.grad.cpu() for name, p in given if p.grad is not None})
     return clip()

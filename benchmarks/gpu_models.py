@@ -1,4 +1,4 @@
-"""Creates random models, batches and learners for `make gpu`, and the quantities that it compares.
+"""Creates random models, batches and learners for `make gpu`, and computes the quantities that it compares.
 
 Shapes: T tokens of a row.
 """
@@ -67,7 +67,7 @@ QWEN_05B: Mapping[str, Any] = {  # the shape of Qwen2.5-0.5B
 
 @contextmanager
 def policy_folder(kind: str, dtype: str = "float32", **sizes: Any) -> Iterator[Path]:
-    """Write a policy with random weights from a seed into a folder that exists during the block."""
+    """Write a policy with random weights, drawn from a seed, into a folder that exists during the `with` block."""
     import transformers
 
     name, own = KINDS[kind]
@@ -87,7 +87,7 @@ def policy_folder(kind: str, dtype: str = "float32", **sizes: Any) -> Iterator[P
 
 
 def build(folder: Path, device: str, dtype: str = "float32", **keys: Any) -> TorchLearner:
-    """Build rollflow's learner on a device; `keys` are those of `[train]`."""
+    """Build rollflow's learner on a device; `keys` are config keys of the section `[train]`."""
     train = TorchTrain.model_validate({"warmup_versions": 0, "learning_rate": 1e-3, **keys})
     start = LearnerStart(folder, trained=True, dtype=dtype, versions=10, longest=64, first=lambda: folder)
     with placed(device):
@@ -98,7 +98,7 @@ def build(folder: Path, device: str, dtype: str = "float32", **keys: Any) -> Tor
 
 @contextmanager
 def placed(device: str) -> Iterator[None]:
-    """Build learners and transformers engines on this device during the block."""
+    """Let learners and transformers engines that are built during the `with` block use this device."""
     found = torch.device(device)
     with (
         mock.patch.object(models, "find_device", return_value=found),
@@ -123,7 +123,9 @@ class BatchShape:
 def make_batch(
     shape: BatchShape, logprobs: Callable[[Sequence[int]], Sequence[float]] | None = None
 ) -> TrajectoryBatch:
-    """Create a batch from a seed, with noise on a policy's `logprobs`, or else with equally probable tokens."""
+    """Create a batch from a seed. The recorded log-probs are those of `logprobs`, or of equally probable tokens, with
+    noise.
+    """
     draw = np.random.default_rng(0)
     groups = []
     for number in range(shape.groups):
@@ -200,7 +202,7 @@ def clear_memory() -> None:
 
 
 class Peak:
-    """The peak GPU memory of a block: in total, and above the bytes in use at its start."""
+    """The peak GPU memory during a `with` block: in total, and above the bytes in use at its start."""
 
     def __enter__(self) -> Peak:
         wait()

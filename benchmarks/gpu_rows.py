@@ -1,7 +1,7 @@
 """Creates, stores and formats the rows of the table of `make gpu`.
 
-A failed check makes the exit code 1; a missed target is only reported. A row without a limit is a figure. This module
-imports only the standard library, because the first process of `make gpu` may have nothing else.
+A failed check makes the exit code 1; a missed target is only reported. A row without a limit is a measured value. This
+module imports only the standard library, because the first process of `make gpu` may have nothing else.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def target_at_most(what: str, value: float, bound: float, unit: str = "") -> Row
 
 
 def guard(what: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """Yield rows; an exception also becomes a row, so that the caller continues."""
+    """Yield rows. If an exception is raised, yield a row that describes it, so that the caller continues."""
     try:
         yield from rows()
     except Exception as error:  # noqa: BLE001 - one case's failure is a row, and not the end of the others

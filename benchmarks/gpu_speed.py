@@ -1,7 +1,7 @@
-"""Measures speed on a GPU: the device, a train step against a plain loop, the engine against `model.generate`.
+"""Measures speed on a GPU: the device, a train step against a plain loop, and the engine against `model.generate`.
 
-For a step, tokens of prompts and responses count; for generation, only those of responses. A time is the median of some
-steps after one warm-up step. Shapes: R rows, T padded tokens, V vocabulary.
+The tokens/s of a step include the tokens of prompts and responses; those of generation include only responses. A time
+is the median of some steps after one warm-up step. Shapes: R rows, T padded tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rollflow.tasks.learners.torch_learner import load_model
 
 TIMED = 3 if GPU else 1  # the number of timed steps
 MICRO = 8192 if GPU else 256  # the number of padded tokens in a pass
-AS_PLAIN = 1.0  # target of rollflow's tokens/s, as a multiple of the plain loop's
+AS_PLAIN = 1.0  # target of rollflow's tokens/s, as a multiple of the plain loop's tokens/s
 LOSS = 1e-2  # relative limit of the difference between two losses in bfloat16
 SIZES: Mapping[str, Any] = QWEN_05B if GPU else SMALL
 BATCH = BatchShape(16, 8, SIZES["vocab_size"], (48, 80), 224, 0.5, 640) if GPU else BatchShape()
@@ -118,7 +118,7 @@ def time_median(act: Callable[[], Any], times: int) -> float:
 
 
 def run_speed() -> Iterator[Row]:
-    """Time a train step and a plain loop over the same rows and micro-batches."""
+    """Time rollflow's train step and a plain loop over the same rows and micro-batches."""
     batch = make_batch(BATCH)
     with policy_folder("qwen2", "bfloat16", **SIZES) as folder:
         found: dict[str, tuple[float, float]] = {}  # side -> (tokens/s, loss)
@@ -164,7 +164,7 @@ def _time_learner(folder: Path, batch: TrajectoryBatch, keys: Mapping[str, Any])
 def _chunked(
     name: str, folder: Path, batch: TrajectoryBatch, found: dict[str, tuple[float, float]], times: int
 ) -> Iterator[Row]:
-    """Measure as `_own_rows`, with chunks of logits that are `times` times as large as on a CPU."""
+    """Measure like `_own_rows`, but with chunks of logits that are `times` times as large as on a CPU."""
     with mock.patch.object(token_logprobs, "ON_GPU", times):
         yield from _own_rows(name, folder, batch, found, {"share_prefixes": "none"})
 
@@ -183,7 +183,7 @@ def _plain_rows(folder: Path, batch: TrajectoryBatch, found: dict[str, tuple[flo
 
 
 def _time_plain(folder: Path, batch: TrajectoryBatch) -> tuple[float, float, Peak]:
-    """Time the plain loop as `_time_learner` times the learner."""
+    """Time the plain loop in the same way as `_time_learner` times the learner."""
     loop, losses = PlainLoop(folder, batch), list[float]()
     with Peak() as peak:
         seconds = time_median(lambda: losses.append(loop.step()), TIMED)
@@ -191,7 +191,7 @@ def _time_plain(folder: Path, batch: TrajectoryBatch) -> tuple[float, float, Pea
 
 
 class PlainLoop:
-    """A hand-written step: transformers in bfloat16, float32 masters with fused AdamW, GRPO's clipped loss."""
+    """A hand-written train step: transformers in bfloat16, float32 masters with fused AdamW, GRPO's clipped loss."""
 
     def __init__(self, folder: Path, batch: TrajectoryBatch) -> None:
         self._model = load_model(folder, "bfloat16", trained=True).to(DEVICE).eval()
@@ -203,7 +203,7 @@ class PlainLoop:
         self._tokens = sum(int(row[1].sum()) for row in self._rows)
 
     def step(self) -> float:
-        """Take one optimizer step; returns the loss."""
+        """Take one optimizer step, and return the loss."""
         total, begin = torch.zeros((), device=DEVICE), 0
         for master in self._masters:
             master.grad = None
@@ -243,7 +243,7 @@ def _rows_of(group: Any) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _profile(folder: Path, batch: TrajectoryBatch) -> Iterator[Row]:
-    """Profile a step, and report how its time on the device is spent."""
+    """Profile a train step, and report how its time on the device is spent."""
     from torch.profiler import ProfilerActivity, profile
 
     learner = build(folder, DEVICE, "bfloat16", micro_tokens=MICRO, share_prefixes="none")

@@ -1,7 +1,7 @@
 """Writes the inputs of `benchmarks.learner_step`: a policy folder with weights, and one batch of trajectories.
 
 Policy and batch are drawn from a seed. The behaviour log-probs are the policy's log-probs with some noise, so that
-tokens of both signs are clipped. In a `still` group all rewards are equal, so all advantages are zero.
+tokens of both signs are clipped. In a *still* group all rewards are equal, so all advantages are zero.
 
 `python -m benchmarks.learner_batches WORKLOAD FOLDER SHARE` writes policy and batch, and prints the number of response
 tokens.
@@ -35,7 +35,7 @@ BATCH = "batch.arrow"
 NOISE = 0.25  # nats between the log-probs of the policy and of the behaviour policy
 PROMPT = (16, 65)  # the range of a random prompt's length in tokens
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a prompt and of a response to it
-TURNS, THOUGHT, ACTION, ANSWER = 10, 24, 16, 40  # turns of an agent's episode, and the tokens of their parts
+TURNS, THOUGHT, ACTION, ANSWER = 10, 24, 16, 40  # turns of an agent's episode, and tokens of a turn's parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Workload:
     cap: int = 0
     correlation: float = 0.7
     prompt: tuple[int, int] = PROMPT
-    agent: bool = False  # the responses are those of the turns of an agent's episodes
+    agent: bool = False  # if true, the responses are the turns of an agent's episodes
 
 
 _DEEP = ColdStart(hidden_size=192, layers=4, heads=4, context=1024)
@@ -136,7 +136,7 @@ def _episodes(workload: Workload) -> Iterator[list[Pair]]:
 
 
 def _group(model: Any, number: int, pairs: Sequence[Pair], still: bool) -> TrajectoryGroup:
-    """Build a group in which every second response is correct, or (in a still group) every response."""
+    """Build a group in which every second response is correct. In a still group, every response is correct."""
     rewards = [1.0 if still or sample % 2 == 0 else 0.0 for sample in range(len(pairs))]
     made = (_trajectory(model, number, sample, pair) for sample, pair in enumerate(pairs))
     given = tuple(replace(found, reward=reward) for found, reward in zip(made, rewards, strict=True))

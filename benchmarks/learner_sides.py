@@ -1,4 +1,4 @@
-"""Runs one learner of `benchmarks.learner_step` in its own process, which takes a train step on request.
+"""Runs one of the learners of `benchmarks.learner_step` in its own process, which takes a train step on request.
 
 All learners minimise the same loss: GRPO's clipped surrogate with the ratio to the recorded log-probs, clipping at 0.2
 and 0.28, and the mean over the tokens of the whole batch. Then the gradient norm is clipped to 1, and AdamW takes a
@@ -8,10 +8,10 @@ gradient norm and peak memory.
 - `rollflow` is `build_learner(...).step(batch, version)`: it starts with the stored Arrow batch, and includes
   advantages and packing.
 - `rollflow-rows` and `rollflow-prompts` are `rollflow` with `share_prefixes = "none"` and `"prompts"`.
-- `trl` is `GRPOTrainer.train()` of TRL, with a rollout that returns the recorded batch. The clock runs from the scored
-  and padded batch (the result of `_generate_and_score_completions`) to the end of the optimizer step (`on_step_end`).
-  TRL's `old_per_token_logps` are the recorded log-probs, so TRL needs no pass to compute them. AdamW is fused, which is
-  TRL's default.
+- `trl` is `GRPOTrainer.train()` of TRL, with a rollout that returns the recorded batch. The measured time begins with
+  the scored and padded batch (the result of `_generate_and_score_completions`), and ends with the optimizer step
+  (`on_step_end`). TRL's `old_per_token_logps` are the recorded log-probs, so TRL needs no pass to compute them. AdamW
+  is fused, which is TRL's default.
 - `trl-compact` is `trl` with the head on the completions' tokens only, as TRL does on a GPU; on a CPU TRL runs the head
   on every position.
 - `plain` is a loop of twenty lines. Rows keep the order of the batch, padded on the right to the longest row of a
@@ -56,7 +56,7 @@ from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import load_model
 
-RATE = 1e-6  # a learning rate so low that the weights are nearly the same in the next step
+RATE = 1e-6  # a learning rate so low that a step hardly changes the weights
 BETAS, LOW, HIGH, LONGEST_GRADIENT = (0.9, 0.95), 0.2, 0.28, 1.0
 MANY = 10**6  # the largest number of steps that TRL's trainer may take
 
@@ -75,7 +75,7 @@ class Turns:
         """Report the end of loading, from which memory counts."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
+        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak memory of this process
         self._tell({"peak": peak()})
 
     def wait(self) -> bool:
@@ -197,7 +197,7 @@ def trl(folder: Path, setting: str, turns: Turns) -> None:
 def trl_compact(folder: Path, setting: str, turns: Turns) -> None:
     """Run TRL's trainer with the head on the completions only."""
     utils: Any = importlib.import_module("trl.trainer.utils")
-    utils._use_triton = lambda device: True  # in TRL this only selects the head's positions
+    utils._use_triton = lambda device: True  # this only makes TRL compute the head on the completions' positions
     trl(folder, setting, turns)
 
 

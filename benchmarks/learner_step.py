@@ -3,9 +3,9 @@
 All sides have the same policy, ragged batch and loss (see `learner_sides`). Each side runs in its own process, with its
 best setting. The best setting is the setting with the least memory among those within 5% of the side's fastest time.
 The sweep over settings comes first and is printed; the sweep uses CPU time, which other work on the machine changes
-less. Then the sides step in turns, and a ratio compares two consecutive steps. Memory is the peak above the memory
-after loading, by `getrusage`. The losses and gradient norms of all sides and steps must agree, so that no side does
-less work.
+less. Then the sides take train steps in turns, and a ratio compares two consecutive steps. Memory is the peak above the
+memory after loading, by `getrusage`. The losses and gradient norms of all sides and steps must agree, so that no side
+does less work.
 
 Tokens are those of the responses. rollflow skips rows with advantage zero, because they have no gradient; TRL does not.
 So each workload is measured without such rows, and with them: in the fraction `still` of the groups all rewards are
@@ -28,9 +28,9 @@ from pathlib import Path
 from benchmarks.report import Row, arguments, at_least, at_most, publish
 
 STILL = 0.5
-NEAR = 1e-4  # limit of relative differences of gradient norms, and of absolute differences of losses
+NEAR = 1e-4  # limit of the relative differences of gradient norms, and of the absolute differences of losses
 FASTER, LESS_MEMORY = 2.0, 0.5
-LIKE_THE_FASTEST = 1.05  # settings up to this multiple of the fastest setting's seconds count as equally fast
+LIKE_THE_FASTEST = 1.05  # settings within this multiple of the fastest setting's time are treated as equally fast
 NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
 SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "quick-start": {
@@ -50,7 +50,7 @@ SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 class Side:
-    """A running process of one side, used as a context manager."""
+    """The process of one side, used as a context manager."""
 
     module = "benchmarks.learner_sides"
 
@@ -102,7 +102,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch on disk."""
+    """A policy and its batch on disk."""
 
     workload: str
     folder: Path
@@ -148,7 +148,7 @@ def _tried(case: Case, name: str, setting: str, threads: int, steps: int) -> tup
 
 
 def in_turns(case: Case, best: Mapping[str, str], threads: int, turns: int) -> dict[str, list[Step]]:
-    """Run the steps of all sides in turns, in alternating order; the first step of each side is a warm-up."""
+    """Let all sides take their steps in turns, in alternating order. The first step of each side is a warm-up."""
     found: dict[str, list[Step]] = {name: [] for name in best}
     with ExitStack() as stack:
         sides = [stack.enter_context(Side(name, best[name], case.folder, threads)) for name in best]
@@ -159,7 +159,7 @@ def in_turns(case: Case, best: Mapping[str, str], threads: int, turns: int) -> d
 
 
 def rows_of(case: Case, best: Mapping[str, str], found: Mapping[str, list[Step]]) -> Iterator[Row]:
-    """Return rows with each side's speed and memory, and rollflow's figures divided by each other side's."""
+    """Return rows with each side's speed and memory, and the ratios of rollflow's values to each other side's."""
     ours = found["rollflow"]
     for name, steps in found.items():
         side = f"{name} ({best[name]})"
@@ -196,11 +196,11 @@ def _most(ours: Sequence[Step], theirs: Sequence[Step], what: str) -> float:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", choices=list(SETTINGS), help="one workload; tiny shows that it runs")
+    parser.add_argument("--only", choices=list(SETTINGS), help="name of one workload; `tiny` only tests the benchmark")
     parser.add_argument("--sides", nargs="*", default=["rollflow", "trl", "trl-compact", "plain"])
-    parser.add_argument("--settings", nargs="*", default=[], metavar="SIDE=A,B", help="to sweep, instead of the usual")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="SIDE=A,B", help="settings to sweep")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--sweep-steps", type=int, default=2, help="timed steps of a setting in the sweep")
+    parser.add_argument("--sweep-steps", type=int, default=2, help="number of timed steps of each setting in the sweep")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     names = [name for name in options.sides if name == "plain" or not name.startswith("trl") or _trl_is_here()]

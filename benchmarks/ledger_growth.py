@@ -2,10 +2,10 @@
 
     python -m benchmarks.ledger_growth [--largest N] [--json FILE]
 
-The shipped fold creates a run's log (batches, versions and prunings in turn, with tiny objects). Then the shipped
-classes execute each step on it, in a local folder and in a simulated store that answers each request after 30 ms
-(objects in memory, names listed in pages of 1,000). The table has the median seconds of a step, its requests, and the
-ratio of its time on the longest log to that on a log of 1,000 versions.
+The shipped code creates a run's log, with batches, versions and prunings in turn, and with tiny objects. Then the
+shipped classes execute each operation (step) on this log: in a local folder, and in a simulated store that answers each
+request after 30 ms. The simulated store has its objects in memory, and lists names in pages of 1,000. The table has the
+median seconds of a step, its requests, and the ratio of its time on the longest log to that on a log of 1,000 versions.
 
 A deep audit and a search for garbage read all objects. They are measured per version, on smaller runs with all objects.
 """
@@ -71,7 +71,7 @@ LATENCY_SECONDS = 0.03
 PAGE = 1_000  # the number of names in one answer to a listing
 GROUPS, SIZE = 32, 8
 TURNS = 7
-TOLD = {  # the fields that a status needs
+TOLD = {  # metrics of a version that a run's status needs
     "reward": 0.5,
     "response_tokens": 600.0,
     "discarded_tokens": 0.0,
@@ -80,11 +80,11 @@ TOLD = {  # the fields that a status needs
     "staleness_mean": 0.0,
 }
 TIMES = 1.5  # target of the ratio of a step's time on the longest log to its time on a log of 1,000 versions
-WHOLE = (300, 3_000)  # numbers of versions of the runs whose objects are all read
+WHOLE = (300, 3_000)  # numbers of versions in the runs of which all objects are read
 
 
 class Counting(ObjectStore):
-    """A store that counts the requests to another store."""
+    """A base class of stores that count their requests."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
@@ -100,7 +100,7 @@ class Distant(Counting):
         self.seconds = seconds
 
     def fill(self, objects: dict[str, bytes]) -> None:
-        """Add these objects without delay."""
+        """Add objects to the store without the delay of a request."""
         self.objects |= objects
         self.names = sorted(self.objects)
 
@@ -170,7 +170,7 @@ class Distant(Counting):
 
 @dataclass
 class Made:
-    """The objects of a log, and the claims of its roles."""
+    """The objects of a log, its state, and the entries by which processes took its roles (claims)."""
 
     objects: dict[str, bytes]
     state: RunState
@@ -230,7 +230,7 @@ def groups_of(state: RunState, groups: int = GROUPS, size: int = SIZE) -> tuple[
 
 
 def batch_of(state: RunState) -> BatchCommitted:
-    """Build the next batch from the next prompts, all started under the version before."""
+    """Build the entry of the next batch, whose groups were started one version before the newest one."""
     number, first = state.next_batch, state.issued[0]
     started = max(state.version - 1, 0)
     groups = tuple(TrainedGroup(prompt, 0, started, state.version, 600) for prompt in range(first, first + GROUPS))
@@ -263,7 +263,7 @@ class Seen:
 
 
 class Steps:
-    """The measured steps on a run."""
+    """The measured operations (steps) on a run."""
 
     def __init__(self, run: ObjectStore, made: Made, cache: Path) -> None:
         self.run, self.made, self.cache = run, made, cache
@@ -283,7 +283,7 @@ class Steps:
         Log(self.run)
 
     def begin(self) -> None:
-        """Start a scheduler: open the log, claim the role, and find its work."""
+        """Start a scheduler: open the log, take the role, and find the work to continue."""
         log = Log(self.run)
         self.scheduler = log.claim("scheduler")
         ResumePoint.of_state(log.state)
@@ -309,7 +309,7 @@ class Steps:
         self.policies.find(self.made.state.version // 3)
 
     def restart(self) -> None:
-        """Restart a supervisor: claim the role, and load all that it displays."""
+        """Restart a supervisor: take the role, and load everything that its status shows."""
         context = RunContext(self.run.uri, self.cache)
         context.__dict__["store"] = self.run
         context.log.claim("supervisor")
@@ -317,12 +317,12 @@ class Steps:
         self.writer.refresh()
 
     def tick(self) -> None:
-        """Do a supervisor's work of each second: check its claim, read new entries, write `status.json`."""
+        """Do what a supervisor does every second: read new log entries, and write `status.json`."""
         self.writer.context.log.follow()
         self.writer.refresh()
 
     def audit(self) -> None:
-        """Audit from the end of the last clean audit."""
+        """Audit the part of the log after the last clean audit."""
         report = audit(self.run)
         assert report.clean, report.violations
 
@@ -426,7 +426,7 @@ def whole(run: ObjectStore, versions: int) -> None:
 
 
 def reading() -> Iterator[Row]:
-    """Measure deep audit and garbage search per version."""
+    """Measure the time of a deep audit, and of a search for garbage, per version."""
     for where in ("folder", "30 ms a request"):
         took: dict[str, list[float]] = {}
         for versions in WHOLE:
@@ -454,7 +454,7 @@ def reading() -> Iterator[Row]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure all operations, and print the table."""
     parser = arguments(__doc__)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="versions of the longest log")
     options = parser.parse_args()

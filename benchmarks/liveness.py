@@ -1,4 +1,4 @@
-"""Tests whole runs under difficult conditions: two commands at once, a missing Ray head, a busy machine, an early stop.
+"""Tests whole runs under difficult conditions: two resumes at once, no Ray head, a busy machine, an early stop.
 
 `python -m benchmarks.liveness` executes several rounds of each condition (`--resumes`, `--heads`, `--busy`, `--stops`),
 and prints a table: rounds, successful rounds, and seconds per round (median, longest).
@@ -44,7 +44,7 @@ from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import Missing
 from rollflow.tasks.actors.lease import STATUS
 
-VERSIONS = 100_000  # so many versions that the run does not end before the rounds
+VERSIONS = 100_000  # number of versions, so large that the run does not end before the rounds
 ROUND_SECONDS = 600.0  # the longest wait for one event, which only ends a hang
 BUSY = 4
 SPIN = "while True: pass"
@@ -52,7 +52,7 @@ SPIN = "while True: pass"
 
 @dataclass
 class Rounds:
-    """The result of one row: the seconds of each successful round, and the reasons of failed rounds."""
+    """The result of one row: the seconds of each successful round, and the reasons why rounds failed."""
 
     what: str
     seconds: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Rounds:
 
 
 def recipe(seed: int = 1) -> str:
-    """Return chaos's recipe on the timed engine, with the default budget of restarts."""
+    """Return the recipe of `benchmarks.chaos` for the timed engine, with the default limit on restarts."""
     text = RECIPE.format(seed=seed, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     return text.partition("[recovery]")[0]
 
@@ -126,7 +126,7 @@ class TwoResumes(Victim):
 
 
 class OnItsCluster(Victim):
-    """A run on a Ray cluster that another process owns."""
+    """A run on a Ray cluster that was started by another process than the run's command."""
 
     def play(self, head: RayHead, away: float) -> None:
         """Play one round: the head is killed together with the runner, and the head comes back after `away` seconds.
@@ -159,7 +159,7 @@ def two_resumes(rounds: int) -> Rounds:
 def head_away(rounds: int, away: float) -> Rounds:
     found = Rounds(f"head away for {away:g} s")
     with _home() as home, RayHead(home.parent / "elsewhere") as head:
-        os.environ.update(head.env)  # with these variables the run reaches the head
+        os.environ.update(head.env)  # the run needs these variables to connect to the head
         # The run needs more restarts than by default, because the rounds follow each other within minutes.
         options = ("--set", f"cluster.address={head.address}", "--set", "recovery.restarts=100")
         victim = OnItsCluster(home, recipe(), *options)

@@ -1,4 +1,4 @@
-"""Defines rollouts with which asynchronous episodes are compared. No recipe can choose them.
+"""Defines simulated runs with other scheduling rules, with which asynchronous episodes are compared.
 
 `ArealRun` follows AReaL's rule: admission counts started episodes, and no episode's age is checked when a batch is
 formed. An episode may then be older than alpha.
@@ -27,10 +27,12 @@ from rollflow.tasks.simulation.world import SimulatedRun
 
 
 class Rounds:
-    """A barrier for the episodes of a batch. An episode that has ended delays no round."""
+    """A barrier at which the episodes of a batch wait for each other. An episode that has ended does not delay the
+    others.
+    """
 
     def __init__(self, size: int) -> None:
-        """Wait in each round for all `size` episodes of a batch."""
+        """Make a barrier for `size` episodes."""
         self._size = size
         self._begun = self._waiting = 0
         self._playing: set[Episode] = set()
@@ -61,7 +63,7 @@ class Rounds:
 
 
 class LockstepEnvironment(TimedEnvironment):
-    """A timed environment whose episodes take every generation and every step together."""
+    """A timed environment in which all episodes of a batch wait for each other after each generation and each step."""
 
     def __init__(self, config: TimedEnvironmentConfig, tokens_per_tick: int, size: int) -> None:
         super().__init__(config, tokens_per_tick)
@@ -75,7 +77,7 @@ class LockstepEnvironment(TimedEnvironment):
             self._rounds.leave(episode)
 
     async def finish(self, episode: Episode, made: Generation) -> Score | None:
-        self._rounds.leave(episode)  # the score may wait for the whole batch
+        self._rounds.leave(episode)  # leave first, because the score may wait for the whole batch
         return await super().finish(episode, made)
 
     async def ask(self, episode: Episode, limit: int | None) -> Generation | None:
@@ -111,7 +113,9 @@ class AgelessFormation(Formation):
 
 
 class ArealScheduler(RolloutScheduler):
-    """Admits as AReaL's staleness manager does: running and accepted episodes up to (version + 1 + alpha) batches."""
+    """A scheduler that admits episodes as AReaL's staleness manager does: up to (version + 1 + alpha) batches of
+    running and accepted episodes.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

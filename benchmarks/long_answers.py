@@ -1,11 +1,11 @@
-"""Questions whose right answers have long-tailed lengths: the policy counts down from one number to another.
+"""Defines questions whose correct answers have long-tailed lengths: the policy counts down from one number to another.
 
     Count 457 to 454.
     457 456 455 454
 
 The length of the right answer is drawn from a lognormal distribution, and is at most `cap` times the median, so a few
-answers are much longer than the others. An answer of n numbers has 4 n tokens, with its end token. A number from which
-held-out questions count is in no training question.
+answers are much longer than the others. An answer of n numbers has 4 n tokens, with its end token. Training questions
+never contain a number from which a held-out question starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CountdownSource(QuestionSource):
     """A source of questions that count down. A question depends only on the seed, its stream and its position."""
 
     def __init__(self, seed: int, held_out: int, median: float = 16.0, sigma: float = 1.0, cap: float = 20.0) -> None:
-        """Create the source; `median` is in tokens, and `cap` in medians."""
+        """Create the source. `median` is a number of tokens; `cap` is a multiple of the median."""
         self._seed, self._median, self._sigma, self._cap = seed, median, sigma, cap
         self._held = self._draw_held_out(held_out)
 

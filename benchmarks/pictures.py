@@ -69,7 +69,7 @@ def load_runs(file: Path) -> list[StoredCurves]:
     return [StoredCurves(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
-# Each actor: left edge, width, what is written below its name.
+# Maps an actor to its box: left edge, width, and the text below the actor's name.
 ACTORS = {
     "engines": (156, 136, "vLLM, transformers"),
     "scheduler": (356, 136, "prompts to batches"),
@@ -80,7 +80,7 @@ LEFT, RIGHT = 156, 846  # edges of the boxes in a layer
 
 
 def draw_architecture() -> str:
-    """Draw processes and storage: who decides, who computes, and what is stored."""
+    """Draw the architecture: the flows that decide, the actors that compute, and what is stored."""
     text = (
         "A supervisor, started by the command line, the Prefect page or a schedule, starts three Prefect flows: "
         "rollout, reward and train. Each flow restarts its own Ray actors. The scheduler sends prompts to the engines "
@@ -141,7 +141,7 @@ def _draw_actors(picture: Picture) -> None:
 
 
 def _draw_exchange(picture: Picture, start: float, end: float, there: str, back: str) -> None:
-    """Draw an arrow from `start` to `end` and one back, with what each carries."""
+    """Draw an arrow from `start` to `end` and another one back, each with the name of what it carries."""
     side = 2 if end > start else -2
     middle = (start + end) / 2
     picture.line([(start, 300), (end - side, 300)], line="green", tip=True)
@@ -289,7 +289,7 @@ def _height(share: float, edges: tuple[int, int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--folder", type=Path, default=Path("docs/figures"), help="where the pictures are written")
+    parser.add_argument("--folder", type=Path, default=Path("docs/figures"), help="folder for the pictures")
     parser.add_argument("--data", type=Path, default=Path("docs/figures/quick_start.jsonl"), help="a line for each run")
     parser.add_argument("--runs", nargs="*", default=[], help="finished runs, each as the address of its storage")
     parser.add_argument("--commit", default="", help="the commit that the runs executed")

@@ -1,13 +1,14 @@
-"""Compares train steps that compute shared tokens once with steps on packed rows without sharing.
+"""Compares train steps that compute shared prefix tokens only once with steps on packed rows without sharing.
 
 Workloads (`learner_batches`): `prompt` has groups of 8 answers of 64 tokens to a prompt of 512 tokens. `agent` has
 episodes of ten turns. Each turn is a row, whose context has the actions and answers of earlier turns, but not their
 thoughts, so there is a branch in each turn. The small policy has 4 layers of width 192, and the wide one 4 layers of
-width 512, both with a vocabulary of 8,000 tokens. Loss, precision and clock are those of `learner_sides`. One thread.
+width 512, both with a vocabulary of 8,000 tokens. Loss, precision and time measurement are those of `learner_sides`.
+Each step uses one thread.
 
 `rollflow-rows` has its best setting of the sweep; memory is compared at the same number of tokens per pass. The bound
-of the speed-up is the ratio of tokens: without attention, output head and optimizer a step could not be faster. The
-output head and the optimizer cost both sides the same, while attention saves more than this ratio.
+of the speed-up is the ratio of the numbers of tokens. It holds for a step without attention, output head and optimizer:
+the output head and the optimizer cost both sides the same, while attention saves more than this ratio.
 
 Run it as `python -m benchmarks.prefix_trees`.
 """
@@ -30,7 +31,7 @@ from rollflow.tasks.objectives.rows import BatchRows
 TOKENS = "8192"  # tokens per pass of the sides that share tokens
 NEAR = 1e-6
 FASTER = {"prompt": 3.0, "prompt-wide": 3.0, "agent": 7.0, "agent-wide": 7.0, "agent-tiny": 1.0}
-ROWS: Mapping[str, Sequence[str]] = {  # settings of the side without sharing; the wide ones take minutes
+ROWS: Mapping[str, Sequence[str]] = {  # settings of the side without sharing, by workload
     "prompt": ("1024", "4096", TOKENS),
     "prompt-wide": ("4096", TOKENS),
     "agent": ("2048", TOKENS),
@@ -40,7 +41,7 @@ ROWS: Mapping[str, Sequence[str]] = {  # settings of the side without sharing; t
 
 
 def rows_of(case: Case, best: str, found: Mapping[str, list[Step]]) -> Iterator[Row]:
-    """Return the rows of a case: tokens, speed and memory of a step, and how far losses are apart."""
+    """Return the rows of a case: tokens, speed and memory of a step, and the differences between gradient norms."""
     trees = found["rollflow"]
     yield from token_rows(case)
     for name, steps in found.items():
@@ -72,7 +73,9 @@ def token_rows(case: Case) -> Iterator[Row]:
 
 
 def count_tree(data: BatchRows) -> int:
-    """Return the number of tokens of all prefix trees: of all different paths that a row of a group begins with."""
+    """Return the number of tokens in all prefix trees: the number of different prefixes of the rows, counted in each
+    group.
+    """
     paths: dict[tuple[int, int], int] = {}
     for row, group in enumerate(data.groups.tolist()):
         node = -1 - group

@@ -4,9 +4,9 @@ Memory is the peak of a process during publishing or restoring, above the memory
 divides this peak by the bytes of weights and state. Unsharded ranks hold all of these bytes; sharded ranks (`sharded`,
 `deepspeed`) hold less.
 
-Publishing is measured after a step, so that leftovers of a step count. The delay consists of the checks before
-publishing, and the wait of the next step until the version is stored; a row divides this delay by a step without
-publishing. Larger batches make steps longer, and these fractions smaller.
+Publishing is measured after a step, so that memory that the step has not freed is included. The delay consists of the
+checks before publishing, and of the time that the next step waits until the version is stored. A row divides this delay
+by the time of a step without publishing. Larger batches make steps longer, and these fractions smaller.
 
 Each side is a process (see `publishing_sides`), and the store is a folder that is removed afterwards. Linux only. Run
 it as `python -m benchmarks.publishing`; 1B parameters in bfloat16 without masters take 10 GB of memory and 13 GB of
@@ -65,7 +65,7 @@ def rows_of(size: str, setting: Setting, folder: Path) -> Iterator[Row]:
     policy = described(size, folder)
     made, again = side("publish", policy, setting), side("restore", policy, setting)
     ranks = setting.ranks
-    share = made["share"] / (ranks if setting.learner == "sharded" else 1)  # the bytes that one rank should hold
+    share = made["share"] / (ranks if setting.learner == "sharded" else 1)  # number of bytes that one rank should hold
     masters = "" if setting.masters == "float32" else " without masters"
     case = f"{made['parameters'] / 1e6:,.0f}M in {setting.dtype}{masters}, {setting.learner}, ranks {ranks}"
     yield Row(case, "weights and state of a rank, MB", share / 1e6)
@@ -91,8 +91,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--masters", choices=["float32", "policy"], default="policy")
     parser.add_argument("--learner", choices=["torch", "sharded", "deepspeed"], default="torch")
-    parser.add_argument("--tokens", type=int, default=64, help="of each of 16 responses; 0, of torch: memory alone")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each of 16 responses; 0: only memory")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: a temporary folder")
     options = parser.parse_args()
     rows = []
     for size in options.sizes:

@@ -2,7 +2,7 @@
 
 Run it as `python -m benchmarks.publishing_sides (publish|restore) FOLDER SETTING`, where FOLDER has a policy's
 `config.json`, and SETTING is a `Setting` as JSON. The results are printed as a line of JSON. Bytes are the peak memory
-of each rank by the kernel (VmHWM, reset before), the first rank first.
+of each rank, as reported by the kernel (VmHWM, which is reset before the measurement). The first rank comes first.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ VOCABULARY = 1000  # random tokens are drawn below this id
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The measured setting."""
+    """The setting of a measurement: policy, learner, ranks and responses."""
 
-    dtype: str  # the data type of the policy
+    dtype: str  # data type of the policy's weights
     masters: str  # the value of `train.master_dtype`
     ranks: int
     learner: str  # "torch", "sharded" (FSDP2) or "deepspeed"
-    tokens: int  # the length of a response in tokens; 0: no step is taken, and only memory is measured
+    tokens: int  # length of a response in tokens; with 0, no step is taken and only memory is measured
 
     @property
     def train(self) -> TrainConfig:
@@ -87,7 +87,7 @@ class Memory:
 
     @property
     def level(self) -> int:
-        """The bytes of this process when this object was created, mostly imports."""
+        """The bytes of memory of this process when this object was created, mostly for imported modules."""
         return self._level
 
 
@@ -103,7 +103,9 @@ def _of(pid: int, what: str) -> int:
 
 
 def batch(seed: int, tokens: int, *, still: bool = False) -> TrajectoryBatch:
-    """Build a batch of random responses with `tokens` tokens; if `still`, all rewards are equal and gradients zero."""
+    """Build a batch of random responses with `tokens` tokens. If `still` is true, all rewards are equal, so gradients
+    are zero.
+    """
     draw = random.Random(seed)
     known, likely = (False,) * PROMPT + (True,) * tokens, (0.0,) * PROMPT + (-math.log(VOCABULARY),) * tokens
     versions = (-1,) * PROMPT + (0,) * tokens
@@ -156,7 +158,9 @@ def first_step(learner: Learner, setting: Setting) -> None:
 
 
 def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Setting) -> dict[str, float]:
-    """Return the seconds of a step alone, the seconds of a step during a version's staging, and that step's wait."""
+    """Return the seconds of a step alone, and of a step during which a version is staged, with the seconds that this
+    step waited.
+    """
     began = time.monotonic()
     learner.step(batch(1, setting.tokens), 1)
     alone, waited = time.monotonic() - began, 0.0
@@ -191,7 +195,7 @@ def checked(learner: Learner) -> None:
 
 
 def restored(folder: Path, setting: Setting) -> dict[str, Any]:
-    """Restore version 0 into a blank learner; unsharded ranks then take a first step without gradients."""
+    """Restore version 0 into a learner without weights. Unsharded ranks then take a first step with zero gradients."""
     memory = Memory()
     began = time.monotonic()
     start = LearnerStart(folder, trained=False, blank=True, dtype=setting.dtype, versions=9)

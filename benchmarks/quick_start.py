@@ -3,10 +3,10 @@
     python -m benchmarks.quick_start [--seeds 0 1 2] [--home FOLDER] [--json FILE]
 
 There are two held-out sets. The run evaluates itself on the first set. The second set has the other held-out questions
-of the source, and no setting was chosen on it. Training uses no key of either set. To prove this, the benchmark
-counts such keys over all positions that the run may have used. Version 0 and the last version are exported with
-`rollflow export`, loaded by `AutoModelForCausalLM` and `AutoTokenizer`, and decoded greedily. Runs are kept in
-`--home`; an existing run is reused.
+of the source; no setting was tuned on it. Training uses no question of either set. To prove this, the benchmark counts
+held-out keys (identities of questions) at all positions of the source that the run may have used. Version 0 and the
+last version are exported with `rollflow export`, loaded by `AutoModelForCausalLM` and `AutoTokenizer`, and decoded
+greedily. Runs are kept in `--home`; an existing run is reused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.run.context import RunContext
 
 Asked = Sequence[tuple[str, str]]  # questions and their correct answers
-ALL = 10**9  # a number of held-out questions that is larger than any source
-BEFORE, AFTER, MINUTES = 35.0, 85.0, 5.0  # targets: accuracy before and after training in percent, minutes
+ALL = 10**9  # a number that is larger than the number of held-out questions of any source
+BEFORE, AFTER, MINUTES = 35.0, 85.0, 5.0  # targets: accuracy in percent before and after, and minutes
 ROLLFLOW = Path(sys.executable).with_name("rollflow")
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--recipe", type=Path, default=Path("flows/recipes/sorting.toml"))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--home", type=Path, default=Path(".rollflow/quick_start"), help="where runs are kept")
+    parser.add_argument("--home", type=Path, default=Path(".rollflow/quick_start"), help="run home of the runs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def rows(seed: int, home: Path, recipe: Path, changes: Sequence[str]) -> Iterator[Row]:
-    """Return all figures of one seed."""
+    """Return all rows of one seed."""
     case, summary = f"seed {seed}", run(home, recipe, changes)
     context = attach_run(summary["storage"])
     first, second = split_held_out(context)
@@ -83,7 +83,7 @@ def run(home: Path, recipe: Path, changes: Sequence[str]) -> dict[str, Any]:
 
 
 def rollflow(home: Path, *arguments: str) -> None:
-    """Run the command with its own home, and keep its output there."""
+    """Run the command `rollflow` with the run home `home`, and keep its output there."""
     home.mkdir(parents=True, exist_ok=True)
     with open(home / "output.txt", "a") as output:
         command, environment = [str(ROLLFLOW), *arguments], {**os.environ, "ROLLFLOW_HOME": str(home)}
@@ -106,9 +106,9 @@ def split_held_out(context: RunContext) -> tuple[list[Question], list[Question]]
 
 
 def count_shared_keys(context: RunContext, held: Sequence[Question]) -> int:
-    """Count the held-out keys that are asked at any position that training or the cold start may have used."""
+    """Count the held-out keys at all prompt positions that training or the cold start may have used."""
     [source], config = context.prompts().sources, context.config
-    ahead = config.capacity + 1  # the number of batches in flight when the last version is published
+    ahead = config.capacity + 1  # largest number of batches in flight when the last version is published
     asked = {source.training(place).canonical_key for place in range((config.versions + ahead) * config.groups)}
     asked |= {source.demonstration(place).canonical_key for place in range(POOL)}
     return len(asked & {question.canonical_key for question in held})

@@ -1,4 +1,4 @@
-"""The learners of `benchmarks.ranks`. Each is a process with its other ranks, and takes a step on request.
+"""Runs one of the learners of `benchmarks.ranks`: starts the learner's other ranks, and takes a train step on request.
 
 All sides minimise GRPO's clipped surrogate as in `learner_sides`, in float32. Each side takes one optimizer step over
 the batch, with a fused AdamW and one thread per rank. Every side but `rollflow` computes each response with its own
@@ -61,13 +61,13 @@ from rollflow.tasks.learners.forward.inplace_logprobs import chosen_tokens
 from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.torch_learner import load_model
 
-RATE = 1e-4  # a learning rate so high that after some steps different updates change weights far more than rounding
+RATE = 1e-4  # so high that wrong updates change the weights far more than rounding does
 MEAN = "exp_avg/"
 Micros = Sequence[Sequence[Row]]
 
 
 class Clock:
-    """The duration of a step: wall-clock seconds, and CPU seconds of this process and its children."""
+    """A clock that measures a step: wall-clock seconds, and CPU seconds of this process and its children."""
 
     def __init__(self) -> None:
         self._below = psutil.Process().children(recursive=True)
@@ -144,7 +144,7 @@ def ddp(folder: Path, ranks: int, tokens: int, turns: Turns | None, name: str = 
     optimizer = torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
     module: Any = DistributedDataParallel(inner, gradient_as_bucket_view=True) if ranks > 1 else inner
     rows = rows_of(groups_of(folder))
-    weight = ranks / sum(int(row[1].sum()) for row in rows)  # it gives the mean over ranks
+    weight = ranks / sum(int(row[1].sum()) for row in rows)  # cancels the mean over ranks
     micros = micro_batches(own_rows(rows, ranks, dealt=name != "ddp"), tokens)
     for clock in steps(ranks, turns):
         total = torch.zeros(())
@@ -169,7 +169,7 @@ def fsdp(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
         fully_shard(module).set_force_sum_reduction_for_comms(True)  # the gloo backend has no mean
     optimizer = torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
     rows = rows_of(groups_of(folder))
-    weight = ranks / sum(int(row[1].sum()) for row in rows)  # it gives the mean over ranks
+    weight = ranks / sum(int(row[1].sum()) for row in rows)  # cancels the mean over ranks
     parts = as_many(micro_batches(own_rows(rows, ranks, dealt=True), tokens), weight, ranks)
     for clock in steps(ranks, turns):
         total = torch.zeros(())
@@ -211,7 +211,7 @@ def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> Non
         total = torch.zeros(())
         for micro, share in parts:
             loss = engine(micro) * share
-            engine.backward(loss * len(parts))  # DeepSpeed also takes the mean over the parts
+            engine.backward(loss * len(parts))  # cancels that DeepSpeed averages over the parts
             engine.step()
             total += loss.detach() / ranks
         _tell(ranks, turns, clock, total, float(engine.get_global_grad_norm()))
@@ -220,7 +220,7 @@ def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> Non
 
 
 def as_many(micros: Micros, weight: float, ranks: int) -> list[tuple[Sequence[Row], float]]:
-    """Pad the micro-batches with ones of weight zero, to the largest number of any rank."""
+    """Add micro-batches of weight zero, so that each rank has as many as the rank with the most."""
     count = torch.tensor(len(micros))
     if ranks > 1:
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
@@ -268,7 +268,7 @@ def _tell(ranks: int, turns: Turns | None, clock: Clock, loss: Tensor, norm: flo
 
 
 def means_of(model: Any, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Return AdamW's first moment of each parameter, with the names of rollflow's state."""
+    """Return AdamW's first moment of each parameter, under the names that rollflow's learner state uses."""
     return {f"{MEAN}{name}": optimizer.state[given]["exp_avg"] for name, given in model.named_parameters()}
 
 

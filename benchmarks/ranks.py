@@ -6,10 +6,10 @@ step, and gradients after the last one. Differences of weights are only reported
 of gradients near zero. The CPU time of all ranks together is reported, too, because other work on the machine changes
 it less.
 
-The target applies to `rollflow-rows`: it has the rows of `ddp-dealt` on the same ranks, in the same micro-batches, and
-differs from `ddp-same` only in the communication of the ranks. `rollflow` also shares prompts. `rollflow-sharded` and
-`fsdp` have the same rows, and a shard of the weights on each rank. Tokens are those of the responses. DeepSpeed is
-measured if it is installed. Run it as `python -m benchmarks.ranks`.
+The target applies to `rollflow-rows`, which has the rows of `ddp-dealt` on the same ranks and in the same
+micro-batches. It differs from `ddp-same` only in how the ranks communicate. `rollflow` also shares prompts.
+`rollflow-sharded` and `fsdp` have the same rows, and a shard of the weights on each rank. Tokens are those of the
+responses. DeepSpeed is measured if it is installed. Run it as `python -m benchmarks.ranks`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Key = tuple[str, int]  # (side, number of ranks)
 
 
 class RanksSide(Side):
-    """A running side whose `count` is the number of ranks."""
+    """The process of one side, where `count` is the number of ranks."""
 
     module = "benchmarks.rank_sides"
 
@@ -64,7 +64,9 @@ def in_turns(case: Case, keys: Sequence[Key], tokens: int, turns: int) -> dict[K
 
 
 def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
-    """Return rows with each side's speed, its gain by ranks, and rollflow's speed over others' on equal ranks."""
+    """Return rows with each side's speed, its speed-up by more ranks, and the ratio of rollflow's speed to other sides'
+    with equal ranks.
+    """
     for (name, ranks), steps in found.items():
         side = f"{name}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
         yield Row(case, f"{side}: tokens/s", statistics.median(case_tokens / step.seconds for step in steps[1:]))
@@ -117,11 +119,13 @@ def _farthest(written: Sequence[Mapping[str, Tensor]], which: Callable[[str], bo
         for name in names
         if name in one and name in other
     )
-    return max(apart, default=math.nan)  # DeepSpeed's side writes no gradients
+    return max(apart, default=math.nan)  # NaN for gradients of DeepSpeed's side, which writes none
 
 
 def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
-    """Return the excess of the fullest rank's tokens over the mean, for the batch's rows."""
+    """Return by how many per cent the rank with the most tokens exceeds the mean, for two ways to distribute rows to
+    ranks.
+    """
     data = BatchRows.of(TrajectoryBatch.from_bytes((case.folder / BATCH).read_bytes()))
     lengths = [int(length) for length in data.lengths]
     for ranks in counts:
@@ -144,10 +148,10 @@ def sides_of(counts: Sequence[int], *, deepspeed: bool) -> list[Key]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", default="ragged", help="the workload; tiny shows that it runs")
+    parser.add_argument("--only", default="ragged", help="name of the workload; `tiny` only tests the benchmark")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
-    parser.add_argument("--sides", nargs="*", help="some of them; all take 300 MB a rank")
-    parser.add_argument("--tokens", type=int, default=512, help="padded tokens of a micro-batch, on all sides")
+    parser.add_argument("--sides", nargs="*", help="names of sides to measure (default: all); each rank takes 300 MB")
+    parser.add_argument("--tokens", type=int, default=512, help="padded tokens of a micro-batch, for all sides")
     parser.add_argument("--turns", type=int, default=9)
     options = parser.parse_args()
     deepspeed = importlib.util.find_spec("deepspeed") is not None

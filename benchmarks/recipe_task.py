@@ -1,4 +1,4 @@
-"""A recipe's task without actors: its prompts, its verifier, and a policy from its cold start."""
+"""Opens a recipe's task without Ray actors: its prompts, its verifier, and a policy from its cold start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared helpers of all benchmarks: rows, the table, and `--json FILE`."""
+"""Provides what all benchmarks share: result rows, the printed table, and the option `--json FILE`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured figure. `target` and `holds` are None if the figure has no target."""
+    """One measured value. `target` and `holds` are None if the value has no target."""
 
     case: str
     metric: str
@@ -24,12 +24,12 @@ class Row:
 
 
 def at_least(case: str, metric: str, value: float, target: float) -> Row:
-    """Create the row of a figure that should not be below its target."""
+    """Create the row of a value that should not be below its target."""
     return Row(case, metric, value, target, value >= target)
 
 
 def at_most(case: str, metric: str, value: float, target: float) -> Row:
-    """Create the row of a figure that should not exceed its target."""
+    """Create the row of a value that should not exceed its target."""
     return Row(case, metric, value, target, value <= target)
 
 
@@ -41,7 +41,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def publish(rows: Sequence[Row], title: str, file: Path | None) -> None:
-    """Print the table and write the JSON; a missed target is a row, not an error."""
+    """Print the table and write the JSON. A missed target is shown in its row, and is not an error."""
     table = Table(title=title, title_justify="left")
     for name in ("case", "metric", "value", "target", "holds"):
         table.add_column(name, justify="right" if name in ("value", "target") else "left")

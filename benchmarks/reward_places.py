@@ -23,7 +23,7 @@ from rollflow.tasks.scorers.base import Score
 RESPONSES = 960
 SLEEP = 0.1  # seconds that the scorer takes for a response
 WORKERS = 8  # worker processes of each reward actor
-TARGET = 1.8  # smallest ratio of the scores per second, of two reward actors over one
+TARGET = 1.8  # target: smallest ratio of the scores per second of two reward actors to those of one
 LONGEST_SECONDS = 900.0
 
 
@@ -74,7 +74,7 @@ async def score_all(actors: int, responses: int, seconds: float, workers: int) -
 
     client = RewardClient(LONGEST_SECONDS)
     asked = [ScoreRequest([1], {"seconds": seconds}) for _ in range(responses)]
-    warm = asked[: 8 * actors * workers]  # all worker processes have started afterwards
+    warm = asked[: 8 * actors * workers]  # after these responses, all worker processes have started
     await asyncio.gather(*(client.score(request) for request in warm))
     began = time.monotonic()
     await asyncio.gather(*(client.score(request) for request in asked))

@@ -1,8 +1,9 @@
-"""Simulates when responses are scored: adaptive deadlines of test cases, and rewards beside rollout.
+"""Simulates the timing of rewards: adaptive deadlines of test cases, and scoring while other responses are generated.
 
 Both sections run on the virtual clock, with the shipped scheduler (`rollflow plan`). The first section also runs the
-shipped scorer of programs, its deadlines and its rechecks. The parts that a simulation replaces take drawn times:
-engines, learner, and the sandboxes in which programs run. No program runs, so the figures say nothing about sandboxes.
+shipped scorer of programs, its deadlines and its rechecks. The simulation replaces the engines, the learner, and the
+sandboxes in which programs run; these parts take drawn times. No program runs, so the results say nothing about
+sandboxes.
 
 The workload of the first section is that of RollPacker's figure 13c (arXiv 2509.21009), as far as it is published:
 
@@ -48,7 +49,7 @@ from rollflow.tasks.simulation.records import SimulationRecords
 from rollflow.tasks.simulation.world import SimulatedRun
 
 LONGEST = 30.0  # T_max, in seconds
-SECONDS = (  # share of the prompts, and seconds that their reference solutions take at most
+SECONDS = (  # (share, seconds): this share of the reference solutions takes at most so many seconds
     (0.0, 0.026), (0.05, 0.028), (0.25, 0.029), (0.5, 0.031), (0.75, 0.036), (0.9, 0.078), (0.95, 0.124),
     (0.96, 0.171), (0.97, 0.304), (0.975, 0.546), (0.98, 0.773), (0.985, 1.027), (0.99, 1.451), (0.992, 2.106),
     (0.995, 4.182), (0.998, 10.104), (1.0, 16.456),
@@ -73,7 +74,9 @@ def draw_reference_seconds(row: int) -> float:
 
 
 class DrawnSandboxes:
-    """Sandboxes in which a program, which is text such as "0.5 right", takes its seconds; "inf" never ends."""
+    """Simulated sandboxes. A program is text such as "0.5 right": it runs for 0.5 seconds and prints "right". With
+    "inf", it never ends.
+    """
 
     capabilities = frozenset[Capability]()
 
@@ -92,7 +95,7 @@ class DrawnSandboxes:
 
 
 class ProgramPrompts(SimulatedPrompts):
-    """Prompts that come again after `STEPS` steps, each with one test case."""
+    """Prompts with one test case each, which are asked again after `STEPS` steps."""
 
     def at(self, index: int) -> Prompt:
         """Return the prompt at an index."""
@@ -103,12 +106,12 @@ class ProgramPrompts(SimulatedPrompts):
 
 
 class ProgramRewards(TimedRewards):
-    """Scores drawn programs by the shipped scorer, on `WORKERS` workers."""
+    """Scores programs that are drawn at random, with the shipped scorer and `WORKERS` workers."""
 
     adaptive: ClassVar[AdaptiveDeadline | None] = None
     hanging: ClassVar[float] = 0.1  # share of the wrong programs that never end
-    spread: ClassVar[float] = 0.25  # sigma of the factor of a correct program
-    last: ClassVar[ProgramRewards]  # of the newest simulation
+    spread: ClassVar[float] = 0.25  # sigma of the random factor in a correct program's time
+    last: ClassVar[ProgramRewards]  # the rewards of the newest simulation
 
     def __init__(self, reward: RewardHardware, seed: int, records: SimulationRecords) -> None:
         super().__init__(reward, seed, records)
@@ -140,7 +143,7 @@ class ProgramRewards(TimedRewards):
         report.add_to(self.anchors)
 
     def _draw_program(self, row: int) -> str:
-        """Draw the next program for a row; both sides of a comparison draw the same programs."""
+        """Draw the next program for a row. Both sides of a comparison draw the same programs."""
         self._seen[row] += 1
         draw = random.Random(f"{row} {self._seen[row]}")
         if draw.random() < 0.5:
@@ -157,7 +160,7 @@ class ProgramRun(SimulatedRun):
 
 
 def run_programs(adaptive: AdaptiveDeadline | None, **keys: float) -> tuple[Figures, ProgramRewards]:
-    """Simulate two passes over the prompts; `keys` are those of `ProgramRewards`."""
+    """Simulate two passes over the prompts; `keys` sets attributes of `ProgramRewards`."""
     kind = type("Rewards", (ProgramRewards,), {"adaptive": adaptive, **keys})
     world = type("Run", (ProgramRun,), {"rewards_type": kind})
     config = recipe(0, PROMPTS, SIZE, cap=CAP, tail_batching=True, redundant_groups=11, redundant_responses=2)
@@ -170,7 +173,7 @@ def run_programs(adaptive: AdaptiveDeadline | None, **keys: float) -> tuple[Figu
 def deadlines() -> Iterator[Row]:
     """Simulate a fixed deadline of 30 s, and RollPacker's adaptive deadline."""
     no_limit, _ = run_programs(None, hanging=0.0, spread=0.0)
-    short, long = statistics.median(no_limit.steps), max(no_limit.steps)  # a fifth of the rounds is long
+    short, long = statistics.median(no_limit.steps), max(no_limit.steps)  # a fifth of the rounds are long rounds
     yield Row("44 x 8 responses, no program hangs", "short round, s (published, read from a figure: 23)", short)
     yield Row("44 x 8 responses, no program hangs", "long round, s (published, read from a figure: 73)", long)
     for what, hanging, spread in (
@@ -200,7 +203,7 @@ def _compare_deadlines(case: str, hanging: float, spread: float) -> Iterator[Row
 
 
 def _count_kills(case: str, rewards: ProgramRewards) -> Iterator[Row]:
-    """Return the early and the false kills of a simulation, in both passes together."""
+    """Return the numbers of early kills and of false kills of a simulation, summed over both passes."""
     counts, anchors = rewards.sandboxes.counts, rewards.anchors
     share = 100 * counts["false kills"] / max(counts["correct"], 1)
     yield at_most(case, "false kills, % of the correct programs", share, 0.5)
@@ -215,7 +218,7 @@ def _count_kills(case: str, rewards: ProgramRewards) -> Iterator[Row]:
 
 
 def overlap() -> Iterator[Row]:
-    """Simulate rewards after the rollout of their batch, and beside it, with the published shares of a step.
+    """Simulate scoring after the rollout of a batch and during it, with the published shares of a step.
 
     The bound is a step without any time for rewards. All responses of a batch fit into the engines' slots. With tail
     batching, most rounds have no long response, so the lengths are those below the 80th percentile.
@@ -251,7 +254,7 @@ def _scale(case: str, shares: tuple[int, int, int]) -> Hardware:
     rollout = ran(config, hardware, 6, BatchRun).step_seconds
     rewards, training = rollout * shares[1] / shares[0], rollout * shares[2] / shares[0]
     per_score = rewards * WORKERS / (config.groups * config.group_size)
-    for _ in range(2):  # the last scores of a batch do not fill all workers
+    for _ in range(2):  # repeated, because the last scores of a batch do not keep all workers busy
         hardware = changed(hardware, reward={"seconds": per_score}, learner={"seconds_per_version": training})
         found = ran(config, hardware, 6, BatchRun).shares
         assert found is not None

@@ -1,4 +1,5 @@
-"""The task of both sides of `benchmarks.time_to_reward`: a recipe's prompts and reward, with the same initial weights.
+"""Opens the task of both sides of `benchmarks.time_to_reward`: a recipe's prompts and reward, with equal initial
+weights.
 
 - `python -m benchmarks.reward_task start RECIPE FOLDER SEED` creates a policy with the recipe's cold start.
 - `python -m benchmarks.reward_task points RECIPE FOLDER SEED RUN` prints the time when a run began to sample, and for
@@ -23,7 +24,7 @@ from rollflow.storage.log.run_log import Log
 from rollflow.tasks.learners.torch_learner import load_model
 
 THREADS = 2
-HELD_OUT = 400  # held-out prompts that measure an accuracy; its standard error is two points at an accuracy of 80%
+HELD_OUT = 400  # number of held-out prompts; at an accuracy of 80%, the standard error is two percentage points
 
 
 def task_of(recipe: str, folder: Path, seed: str) -> RecipeTask:
@@ -32,7 +33,7 @@ def task_of(recipe: str, folder: Path, seed: str) -> RecipeTask:
 
 
 def sampling_began(log: Log) -> float:
-    """Return the time (since the epoch) when the scheduler claimed its role, after its engines were ready."""
+    """Return the time (since the epoch) when the scheduler took its role, after its engines were ready."""
     told = (one.entry for one in iterate_written(log, 0, log.state.n))
     return next(entry.at for entry in told if isinstance(entry.body, Claimed) and entry.role == "scheduler")
 

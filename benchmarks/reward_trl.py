@@ -1,4 +1,4 @@
-"""TRL's side of `benchmarks.time_to_reward`: `GRPOTrainer` on a recipe's task, with the recipe's hyperparameters.
+"""Runs TRL's side of `benchmarks.time_to_reward`: `GRPOTrainer` on a recipe's task, with the recipe's hyperparameters.
 
 A version consists of one generation with the recipe's number of groups, and one optimizer step per minibatch. Learning
 rate, warm-up, decay, clip, dual clip, betas and sampling are the recipe's. TRL has no weight for negative advantages,

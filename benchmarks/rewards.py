@@ -1,4 +1,4 @@
-"""Measures sandboxes and several reward actors, and simulates when responses are scored (`reward_schedule`).
+"""Measures sandboxes and several reward actors, and simulates the timing of rewards (`reward_schedule`).
 
     python -m benchmarks.rewards [--only sandboxes places deadlines overlap] [--live N] [--json FILE]
 
@@ -30,10 +30,10 @@ from rollflow.tasks.sandboxes.config import BubblewrapSandbox
 
 PROGRAM = Program(code="print(6 * 7)", timeout=60.0)
 COLD = Program(command=["python3", "-c", "print(6 * 7)"], timeout=60.0)
-RUNS = 500  # runs of which the latency is measured
-SECONDS = 10.0  # time over which the throughput is measured
-BESIDE = 8  # programs that run at a time in the measurement of throughput
-LIVE = 1000  # sandboxes that live at a time, unless --live says otherwise
+RUNS = 500  # number of runs of which the latency is measured
+SECONDS = 10.0  # seconds over which the throughput is measured
+BESIDE = 8  # number of programs that run at the same time in the measurement of throughput
+LIVE = 1000  # default number of sandboxes that are alive at the same time
 PAUSE = 0.01  # seconds between two runs of the measurement of latency, in which a spare sandbox is created
 MIB = 2**20
 FORKS = """
@@ -78,7 +78,7 @@ def measure_forks(imports: Sequence[str], runs: int) -> list[float]:
 
 
 async def measure_throughput(sandboxes: Sandboxes, seconds: float) -> float:
-    """Return the runs per second of `BESIDE` callers."""
+    """Return the runs per second if `BESIDE` callers run programs at the same time."""
     until, began = time.perf_counter() + seconds, time.perf_counter()
 
     async def call() -> int:
@@ -121,7 +121,7 @@ def _memory() -> int:
 
 
 async def measure(count: int) -> list[Row]:
-    """Run all measurements on one box, with `count` live sandboxes."""
+    """Run all measurements of sandboxes, with `count` live sandboxes."""
     config = BubblewrapSandbox()
     sandboxes = build_sandboxes(config)
     await sandboxes.start()

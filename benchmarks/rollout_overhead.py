@@ -3,12 +3,12 @@
     ours: scheduler -> proxy -> Ray -> vLLM -> reward workers -> Arrow -> commit to disk -> Ray channel -> reader
     theirs: LLM.generate(all prompts)
 
-Both sides have the same policy, prompts, sampling, slots, KV cache and threads. Both leave out vLLM's rank of the
-sampled token, which is not used here and costs a third of the sampler's time. All other settings of `LLM.generate` are
-vLLM's defaults: its block size differs, and its model is compiled instead of eager. The two run in turns, each in its
-own processes, and the median of the ratios of adjacent turns is reported. Rollflow's count includes some tokens that
-were generated before the first batch was read, in slots that became free early; with long responses these are 1 or 2%
-of the tokens.
+Both sides have the same policy, prompts, sampling, slots, KV cache and threads. On both sides, vLLM does not compute
+the rank of the sampled token, which is not needed and costs a third of the sampler's time. All other settings of
+`LLM.generate` are vLLM's defaults: its block size differs, and its model is compiled instead of eager. The two sides
+run in turns, each in its own processes. The median of the ratios of adjacent turns is reported. Rollflow's count
+includes some tokens that were generated before the first batch was read, in slots that became free early. With long
+responses, 1 to 2% of the tokens are of this kind.
 
 Run it as `python -m benchmarks.rollout_overhead`.
 """
@@ -84,7 +84,7 @@ def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: 
 
 
 def ours(case: Case, threads: int, home: Path) -> float:
-    """Measure tokens per second through the whole path, from the first batch read to the last."""
+    """Measure tokens per second through the whole path, from the time when the first batch is read to the last one."""
     import pyarrow.compute as pc
 
     from rollflow.flows.ray_cluster.ray_head import RayHead
@@ -118,7 +118,7 @@ def ours(case: Case, threads: int, home: Path) -> float:
 
 
 def theirs(case: Case, threads: int, home: Path) -> float:
-    """Measure tokens per second of one `LLM.generate` over as many of the same prompts."""
+    """Measure tokens per second of one `LLM.generate` over the same number of the same prompts."""
     context = prepared(case, threads, home)
     weights = context.weights(0)
     (context.policy_folder / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes())

@@ -2,10 +2,10 @@
 
     python -m benchmarks.scale [--json FILE]
 
-The figures are CPU seconds of one process on the virtual clock. A simulation also pays for its engines and its event
-loop. So the same number of requests also runs on engines and verifiers alone, with equally many at a time. The cost of
-this second run is subtracted; the rest is the cost of scheduler, dispatches, proxy, buffer and batches. Response
-lengths are lognormal, one simulated token stands for 500, and Python's garbage collector is off.
+The results are CPU seconds of one process on the virtual clock. The time of a simulation includes its engines and its
+event loop. So the same number of requests also runs on engines and verifiers alone, with equally many at a time. The
+cost of this second run is subtracted; the rest is the cost of scheduler, dispatches, proxy, buffer and batches.
+Response lengths are lognormal, one simulated token stands for 500, and Python's garbage collector is off.
 
 A simulation generates more than it trains on, because responses run or wait for training at its end. So costs are
 divided by the *generated* trajectories: the generated tokens over the mean tokens of a trained trajectory. The time
@@ -47,13 +47,13 @@ from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 SLOTS, GROUP = 256, 16
 ENGINES = (4, 16, 64, 256, 1024)
-TURNS = 4  # the number of trajectories per slot
-ON_WIRE = 64  # the number of requests in one call of an engine's actor
+TURNS = 4  # number of trajectories per slot
+ON_WIRE = 64  # number of requests in one call of an engine's actor
 TOKENS = {"median": 400, "cap": 8000, "tokens_per_tick": 1}
 
 
 class Whole(SimulatedRun):
-    """A simulation that also encodes Arrow columns for each group, and a file for each batch."""
+    """A simulated run that also encodes Arrow columns for each group, and a file for each batch."""
 
     tokens = 0
 
@@ -105,7 +105,9 @@ def simulated(engines: int, trajectories: int, groups: int) -> tuple[float, int,
 
 
 def bare(engines: int, trajectories: int) -> float:
-    """Return the CPU seconds of as many requests on engines and verifiers alone, one after another in each slot."""
+    """Return the CPU seconds of the same number of requests on engines and verifiers alone, one after another in each
+    slot.
+    """
     config, hardware = workload(engines, 1)
     section = hardware.engine(config)
     assert isinstance(section, TimedEngineConfig)
@@ -146,7 +148,7 @@ def whole(engines: int, trajectories: int) -> float:
 
 
 def wire(turns: int) -> float:
-    """Return the CPU microseconds per token for pickling to an engine's actor and back, at both ends."""
+    """Return the CPU microseconds per token for pickling and unpickling an engine actor's requests and answers."""
     drawn = random.Random(0)
     took, tokens = 0.0, 0
     for _ in range(turns):
@@ -164,8 +166,8 @@ def wire(turns: int) -> float:
 
 
 def measured(engines: int) -> tuple[float, int, float, float]:
-    """Return a simulation's seconds, its trained trajectories, and the seconds per generated trajectory of the whole
-    and of engines alone.
+    """Return a simulation's seconds, its trained trajectories, and the seconds per generated trajectory: of the whole
+    simulation, and of engines and verifiers alone.
     """
     flying = engines * SLOTS
     return *simulated(engines, TURNS * flying, flying // GROUP // 2), bare(engines, TURNS * flying) / (TURNS * flying)
@@ -177,7 +179,7 @@ def rows() -> Iterator[Row]:
     for engines in ENGINES:
         flying = engines * SLOTS
         print(f" {flying:,} in flight", file=sys.stderr)
-        found = [measured(engines) for _ in range(9 if engines < 64 else 1)]  # short simulations vary by a tenth
+        found = [measured(engines) for _ in range(9 if engines < 64 else 1)]  # times of short ones vary by a tenth
         seconds, trained, whole_of, alone = sorted(found, key=lambda one: one[2] - one[3])[len(found) // 2]
         cost = whole_of - alone
         first = first or cost

@@ -1,10 +1,10 @@
 """Simulates scheduling on a virtual clock, and compares rollflow with published results and with ROLL's policy.
 
-All simulations use the shipped scheduler, proxy, controller and channel (`rollflow plan`). ROLL's policy is a
-setting of them (`workloads.ROLL`): the batch waits for the groups that were started first, and an update costs a
-prefill for each running response. Workloads are those of the papers as far as they are published. Ratios are baseline /
-ours in seconds per step unless stated. `alpha` is the bound on staleness; a row says if one side has a larger one, or
-more slots.
+All simulations use the shipped scheduler, proxy, controller and channel (`rollflow plan`). ROLL's scheduling policy is
+expressed by settings of these parts (`workloads.ROLL`): a batch waits for the groups that were started first, and a
+weight update costs a prefill for each running response. Workloads are those of the papers as far as they are published.
+Ratios are the baseline's seconds per step divided by rollflow's, unless a row says otherwise. `alpha` is the bound on
+staleness. A row says if one side has a larger bound or more slots.
 
     python -m benchmarks.scheduling [--only scaling ...] [--json FILE]
 """
@@ -47,7 +47,7 @@ TAIL: dict[str, Any] = {"tail_batching": True}
 
 
 def scaling() -> Iterator[Row]:
-    """Simulate ROLL Flash's RLVR result: 2.24x (Base) and 2.12x (Think) over synchronous at 128 GPUs."""
+    """Simulate ROLL Flash's RLVR result: on 128 GPUs, 2.24x (Base) and 2.12x (Think) the synchronous speed."""
     together = load_hardware(Path("rlvr-128-colocated"))
     for part in (8, 4, 2, 1):
         gpus = 128 // part
@@ -86,7 +86,9 @@ def scaling() -> Iterator[Row]:
 
 
 def staleness() -> Iterator[Row]:
-    """Simulate 128 prompts on 32 slots, at an equal bound, and at an equal mean staleness with a larger bound."""
+    """Simulate 128 prompts on 32 slots. Compare with ROLL's policy at an equal bound on staleness, and at an equal mean
+    staleness.
+    """
     case, hardware = "128 prompts, 32 slots", long_tailed()
     roll = {alpha: ran(recipe(alpha, 128, 1, **ROLL), hardware, 200) for alpha in (1, 4)}
     wait = {alpha: ran(recipe(alpha, 128, 1, on_stale="wait"), hardware, 200) for alpha in (1, 4)}
@@ -110,7 +112,9 @@ def staleness() -> Iterator[Row]:
 
 
 def sensitivity() -> Iterator[Row]:
-    """Simulate the main results with 10, 40 and 128 slots per engine, slowed so that full engines are equally fast."""
+    """Simulate the main results with other numbers of slots per engine. Engines are slowed so that full engines are
+    equally fast.
+    """
     for slots, slowing in SLOWINGS.items():
         case = f"a quarter of 128 GPUs, {slots} slots, c = {slowing:g}"
         parts = of_128(4, max_concurrent_requests=slots, batch_slowdown=slowing)
@@ -120,7 +124,7 @@ def sensitivity() -> Iterator[Row]:
         )
         alone = changed(whole, engines={"count": 32}, learner={"gpus": 32})
         yield from _compared(case, 2, ran(recipe(0, 64, 16), alone, 12).step_seconds, parts, (64, 16), 30)
-    # the last is as fast as 32 slots without slowing
+    # the last one is as fast as 32 slots without slowing
     for slots, slowing in ((10, 0.0), (32, 0.0), (128, 0.0), (128, 0.0236)):
         case = f"128 prompts, {slots} slots, c = {slowing:g}"
         hardware = long_tailed(slots, slowing)
@@ -177,7 +181,8 @@ def tail() -> Iterator[Row]:
 
 
 def queue() -> Iterator[Row]:
-    """Simulate ROLL Flash's queue scheduling, 8 x 8 with a filter: 125 s to 58 s, or 37 s with 16 extra prompts.
+    """Simulate ROLL Flash's queue scheduling (8 x 8 responses with a filter). Published: 125 s become 58 s, or 37 s
+    with 16 extra prompts.
 
     Half of the prompts get only correct or only wrong responses, and are filtered. A batch fills 64 slots; free slots
     are refilled at once with up to 4 groups beyond the batch. Redundant groups are issued again, in a separate batch if
@@ -202,11 +207,13 @@ def queue() -> Iterator[Row]:
 
 
 def replication() -> Iterator[Row]:
-    """Simulate ROLL Flash's prompt replication: 1.30x, 1.84x and 1.95x for 32 x 16, 64 x 16 and 16 x 64."""
+    """Simulate ROLL Flash's prompt replication, with published speed-ups of 1.30x, 1.84x and 1.95x for 32 x 16, 64 x 16
+    and 16 x 64 responses.
+    """
     for groups, size, theirs, slots in ((32, 16, 1.30, 16), (64, 16, 1.84, 16), (16, 64, 1.95, 16)):
         case = f"prompt replication, {groups} x {size}"
         hardware = rollout_only(8, slots)
-        held = 8 * max(1, slots // size)  # groups for which the 8 engines have slots
+        held = 8 * max(1, slots // size)  # number of groups for which the 8 engines have slots
         whole = ran(recipe(0, groups, size, max_inflight_groups=held), hardware, 40, WholeGroupRun)
         spread = ran(recipe(0, groups, size), hardware, 40)
         yield Row(case, f"over whole groups, published {theirs:g}", whole.step_seconds / spread.step_seconds)
@@ -236,10 +243,13 @@ def mean_length(cap: int) -> float:
 
 
 def ratio_needed() -> Iterator[Row]:
-    """Simulate ROLL Flash's needed alpha: 1, 1, 1, 2 for 4K to 32K tokens, and 4, 2, 2, 2 for 32 to 256 prompts."""
+    """Simulate which alpha is needed. ROLL Flash published 1, 1, 1, 2 for 4K to 32K tokens, and 4, 2, 2, 2 for 32 to
+    256 prompts.
+    """
     split = changed(load_hardware(Path("rlvr-128")), engines={"count": 15}, learner={"gpus": 17})
     for cap, theirs in ((4000, 1), (8000, 1), (16000, 1), (32000, 2)):
-        shorter = mean_length(cap) / mean_length(CAP)  # responses are cut, so training and scoring scale with the mean
+        # responses are cut at `cap`, so the times of training and scoring scale with the mean length
+        shorter = mean_length(cap) / mean_length(CAP)
         training, verdicts = {"seconds_per_trajectory": 3.5 * shorter}, {"seconds": 25 * shorter}
         sized = changed(split, responses={"cap": cap}, learner=training, reward=verdicts)
         yield from needed(f"32 GPUs, 256 prompts, up to {cap:,} tokens", sized, 256, cap, theirs)

@@ -1,4 +1,4 @@
-"""Compares simulated schedules with the bounds that no schedule can beat, and shows where the other time goes.
+"""Compares simulated schedules with bounds that no schedule can beat, and shows why they are slower than the bounds.
 
     python -m benchmarks.scheduling_limits [--only shares tail] [--json FILE]
 
@@ -8,9 +8,10 @@ generated, then scored, then trained on.
 
 - *The bound* is the step time of the work alone, if every GPU could generate and train at any time.
 - *The freshness limit* depends on alpha (see `tasks/simulation/bounds.py`).
-- *Bias* is the drift of the trained lengths after the warm-up, with its standard error.
+- *Bias* is the relative difference of the mean trained length from the mean of all drawn lengths after the warm-up,
+  with its standard error.
 - *Known lengths* starts the prompts of a batch in the order of their expected length, longest first. A real scheduler
-  does not know this order. The row shows how much time is lost because it is unknown.
+  does not know this order. The row shows how much time is lost because the lengths are unknown.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from rollflow.tasks.simulation.planner import settled_bias
 from rollflow.tasks.simulation.world import SimulatedRun
 
 PARTS = 1  # `shares` runs on 1 / PARTS of the 128 GPUs, with 1 / PARTS of the prompts
-WIDTH = 1024  # the GPUs of `tail`
-VERSIONS = 20  # the number of versions after the warm-up
-TAIL_SIGMA = 0.9898  # the lognormal distribution whose 99th percentile is ten times the median
+WIDTH = 1024  # number of GPUs of `tail`
+VERSIONS = 20  # number of versions after the warm-up
+TAIL_SIGMA = 0.9898  # sigma of the lognormal distribution whose 99th percentile is ten times the median
 CHOICES: tuple[tuple[float, float | None], ...] = ((1, None), (2, None), (3, 2), (3, 1.5))  # alpha, ahead
 
 
@@ -48,16 +49,16 @@ CHOICES: tuple[tuple[float, float | None], ...] = ((1, None), (2, None), (3, 2),
 
 @dataclass(slots=True)
 class IdleTime:
-    """Sums of a simulated run since its start: slot-seconds, and seconds of the learner."""
+    """Sums over a simulated run since its start: slot-seconds by cause, and idle seconds of the learner."""
 
-    slots: float = 0.0  # of all slots
-    held: float = 0.0  # of free slots while the staleness limit allows no new group
-    free: float = 0.0  # of other free slots
+    slots: float = 0.0  # slot-seconds of all slots
+    held: float = 0.0  # slot-seconds of free slots while the staleness limit allows no new group
+    free: float = 0.0  # slot-seconds of other free slots
     waited: float = 0.0  # seconds in which the idle learner waited for a response that would become too old
 
 
 class WatchedRun(SimulatedRun):
-    """A simulated run that looks once a second why slots are free."""
+    """A simulated run that records once a second why slots are free."""
 
     newest: WatchedRun
 
@@ -113,7 +114,7 @@ class KnownLengthsScheduler(RolloutScheduler):
 
 
 class KnownLengthsRun(WatchedRun):
-    """A simulated run that knows which prompts have long responses."""
+    """A simulated run whose scheduler knows which prompts have long responses."""
 
     scheduler_type = KnownLengthsScheduler
 
@@ -122,7 +123,7 @@ class KnownLengthsRun(WatchedRun):
 
 
 def judged(case: str, config: RunConfig, figures: Figures, hardware: Hardware) -> Iterator[Row]:
-    """Return the price of a schedule: its staleness, bias and waste."""
+    """Return the costs of a schedule: its staleness, bias and waste."""
     timed = config.model_copy(update={"engine": hardware.engine(config)})
     grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
     drawn = [one.tokens * grain for one in simulate_population(timed, figures.versions * config.groups)]
@@ -137,7 +138,7 @@ def judged(case: str, config: RunConfig, figures: Figures, hardware: Hardware) -
 
 
 def idle(case: str, figures: Figures) -> Iterator[Row]:
-    """Return where the time of the slots and of the learner went in the newest run."""
+    """Return how the slots and the learner spent their time in the newest simulated run."""
     marks, first, last = WatchedRun.newest.marks, figures.warm_up, figures.versions
     slots, steps = marks[last].slots - marks[first].slots, last - first
     yield Row(case, "slots: free, staleness limit, %", 100 * (marks[last].held - marks[first].held) / slots)
@@ -152,7 +153,7 @@ def idle(case: str, figures: Figures) -> Iterator[Row]:
 
 
 def shares() -> Iterator[Row]:
-    """Simulate RLVR on 128 GPUs at several alphas; the aim is 0.95 of the bound."""
+    """Simulate RLVR on 128 GPUs at several values of alpha; the target is 0.95 of the bound."""
     hardware, groups = of_128(PARTS), 256 // PARTS
     together = changed(
         load_hardware(Path("rlvr-128-colocated")), engines={"count": 128 // PARTS}, learner={"gpus": 128 // PARTS}
@@ -183,7 +184,9 @@ def _share(
 
 
 def tailed(engines: int, cap: int, **sections: Any) -> Hardware:
-    """Return `WIDTH` GPUs with lengths of a long tail; all of them take turns if all are engines."""
+    """Return hardware with `WIDTH` GPUs and long-tailed lengths. If all GPUs are engines, rollout and training take
+    turns on them.
+    """
     turns = engines == WIDTH
     found = changed(
         load_hardware(Path("rlvr-128-colocated" if turns else "rlvr-128")),
@@ -195,7 +198,7 @@ def tailed(engines: int, cap: int, **sections: Any) -> Hardware:
 
 
 def tail() -> Iterator[Row]:
-    """Simulate 512 prompts x 16 responses a step on 1,024 GPUs; the aim is 5.5 times the synchronous speed."""
+    """Simulate 512 prompts x 16 responses a step on 1,024 GPUs; the target is 5.5 times the synchronous speed."""
     groups = WIDTH // 2
     for cap, alphas in ((32_000, (8, 4)), (16_000, (4,))):
         case = f"{WIDTH:,} GPUs, up to {cap // 1600} x median"

@@ -1,4 +1,4 @@
-"""Measures speculative decoding on prompts that a run asks again: by replay of the stored responses, and on vLLM.
+"""Measures speculative decoding for prompts that a run asks again, both by replay of stored responses and on vLLM.
 
     python -m benchmarks.speculation [--home FOLDER] [--run STORE] [--only replay engine] [--json FILE]
 
@@ -77,7 +77,7 @@ kind = "grpo"
 """
 QUESTIONS, DIGITS = 256, 5
 LIMITS = (1, 2, 4, 8)  # largest numbers of drafted tokens
-AGES = (2, 4, 8, 32)  # upper ends of the ranges of ages, in versions
+AGES = (2, 4, 8, 32)  # upper ends of the ranges of a past response's age, in versions
 AT_ONCE = (1, 8, 64, 512)  # numbers of requests that run on vLLM at the same time
 LENGTH_AIM, SPEED_AIM = 2.1, 1.5
 SIDES = ("none", "ngram", "suffix")
@@ -86,7 +86,7 @@ Drafter = Callable[[int], Sequence[int]]  # number of read tokens -> drafted tok
 
 @dataclass
 class Tally:
-    """Counts of a replay: steps after the first token of each response, and drafts."""
+    """Counts of a replay: decoding steps after the first token of each response, and drafted and accepted tokens."""
 
     steps: int = 0
     tokens: int = 0
@@ -102,12 +102,12 @@ class Tally:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--home", type=Path, default=Path(".rollflow/speculation"), help="where the run is kept")
+    parser.add_argument("--home", type=Path, default=Path(".rollflow/speculation"), help="folder of the run")
     parser.add_argument("--policy", type=Path, help="a policy folder in place of the start policy of the quick start")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes of the run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="config changes: KEY=VALUE")
     parser.add_argument("--run", help="address of a finished run, in place of a run in --home")
     parser.add_argument("--only", nargs="*", choices=["replay", "engine"], default=["replay", "engine"])
-    parser.add_argument("--turns", type=int, default=5, help="measurements of each side on vLLM")
+    parser.add_argument("--turns", type=int, default=5, help="number of measurements of each side on vLLM")
     parser.add_argument("--seeded", action="store_true", help="let every request draw from its own seed")
     options = parser.parse_args()
     context = attach_run(options.run or make_run(options.home.absolute(), options.policy, options.set))
@@ -182,7 +182,7 @@ def read_response(
         accepted = 0
         while accepted < min(len(drafted), len(tokens) - place) and drafted[accepted] == tokens[place + accepted]:
             accepted += 1
-        sampled = min(accepted, len(tokens) - place - 1)  # the last token of a response ends the step
+        sampled = min(accepted, len(tokens) - place - 1)  # a step cannot sample more tokens than the response has left
         for tally in tallies:
             tally.count(len(drafted), sampled)
         place += sampled + 1
@@ -200,7 +200,7 @@ def follow_past(past: PastResponses, prompt: bytes, tokens: Sequence[int], most:
 
 
 def follow_ngrams(prompt: bytes, tokens: Sequence[int], most: int) -> Drafter:
-    """Draft as vLLM's proposer does."""
+    """Return a function that drafts tokens as vLLM's n-gram proposer does."""
     from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as propose
 
     row = np.concatenate([np.frombuffer(prompt, TOKEN), np.array(tokens, TOKEN)])
@@ -233,7 +233,7 @@ async def measure_engines(
 async def measure_load(
     engines: dict[str, VllmEngine], asked: Sequence[bytes], context: RunContext, turns: int
 ) -> list[Row]:
-    """Measure the tokens a second of each side, in turns, with a number of requests at once."""
+    """Measure the tokens per second of each side, in turns, with several requests at once."""
     speeds: dict[str, list[float]] = {kind: [] for kind in SIDES}
     drafts: dict[str, DraftCounts] = {kind: DraftCounts() for kind in SIDES}
     for turn in range(turns + 1):

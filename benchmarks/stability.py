@@ -29,7 +29,7 @@ from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import load_recipe
 
 OBJECTIVES = ("grpo", "ppo", "decoupled-ppo", "tis", "cispo", "topr", "roll-current")
-UNCORRECTED = "roll-current"  # a preset whose ratio is to the current policy; it is shown without a target
+UNCORRECTED = "roll-current"  # a preset whose ratio has the current policy as its base; it has no target
 RECIPES = {  # recipe -> changed keys, for fewer versions with fewer responses
     "sorting": {"versions": 120},
     "reasoning": {"versions": 120, "groups": 32},
@@ -55,7 +55,7 @@ class Training:
 
     @property
     def end(self) -> float:
-        """The mean accuracy of the last evaluations."""
+        """The mean accuracy over the last evaluations of the training."""
         return statistics.mean(point.accuracy for point in self.points[-LAST:])
 
 
@@ -83,7 +83,9 @@ def _of(tree: dict[str, Any]) -> Training:
 
 
 def rows_of(trainings: Sequence[Training]) -> Iterator[Row]:
-    """Return rows with each case's mean final accuracy over seeds, and the points lost against alpha 0."""
+    """Return rows with each case's mean final accuracy over seeds, and the percentage points that it loses against
+    alpha 0.
+    """
     ends: dict[tuple[str, str, int], list[float]] = {}
     for training in trainings:
         ends.setdefault(training.case, []).append(training.end)
@@ -139,12 +141,12 @@ def _line(axes, lines: Sequence[Sequence[Point]], colour: str, alpha: int) -> No
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trainings", type=Path, default=Path("docs/figures/stability.jsonl"), help="a line each")
-    parser.add_argument("--starts", type=Path, default=Path(".rollflow/starts"), help="where cold starts are kept")
+    parser.add_argument("--starts", type=Path, default=Path(".rollflow/starts"), help="folder of the cold starts")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--objectives", nargs="*", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--alphas", nargs="*", type=int, choices=ALPHAS, default=list(ALPHAS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--figure", type=Path, help="where to draw the curves")
+    parser.add_argument("--figure", type=Path, help="SVG file to which the curves are drawn")
     options = parser.parse_args()
     options.trainings.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

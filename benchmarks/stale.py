@@ -1,4 +1,4 @@
-"""Trains a recipe in one process, with all samples as stale as the bound allows.
+"""Trains a recipe in one process, with all samples as stale as alpha (`async_ratio`) allows.
 
 The training uses the shipped learner, prompts, verifier and cold start, but no actors and no engine. Version v is
 trained on samples of version max(0, v - alpha); in a real run most samples are fresher. transformers samples the tokens
@@ -77,7 +77,7 @@ def sample(model: Any, prompts: Sequence[Sequence[int]], config: RunConfig, draw
 
 
 class Stale:
-    """A policy, its learner, and the policies of the last versions, from which it samples."""
+    """A learner, and the weights of its last versions. Samples come from the oldest kept version."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.task = config, RecipeTask(config, folder)
@@ -164,7 +164,7 @@ def policy_of(config: RunConfig, place: Path) -> Path:
 
 
 def points(config: RunConfig, place: Path, every: int, *, told: bool = False) -> list[Point]:
-    """Execute a whole training; it ends early if a figure is not finite."""
+    """Execute a whole training. It ends early if a metric is not finite."""
     made: list[Point] = []
     try:
         for point, figures in Stale(config, policy_of(config, place)).train(every):
@@ -180,9 +180,9 @@ def points(config: RunConfig, place: Path, every: int, *, told: bool = False) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--starts", type=Path, default=Path(".rollflow/starts"), help="where cold starts are kept")
+    parser.add_argument("--starts", type=Path, default=Path(".rollflow/starts"), help="folder of the cold starts")
     parser.add_argument("--alpha", type=int, default=0)
-    parser.add_argument("--every", type=int, default=10, help="versions between two looks")
+    parser.add_argument("--every", type=int, default=10, help="number of versions between two evaluations")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -6,8 +6,8 @@ TRL trains with its fastest micro-batch, which a short sweep finds; the batch of
 At alpha 0, engine and learner alternate: all responses of a version run at once, and the learner has both cores. Only
 training time counts (TRL: `train()` without evaluations; rollflow: from the time when its engines are ready to the
 version with the accuracy). The time before, for imports, servers and engines, is reported separately. The accuracy is
-that of greedy answers to held-out prompts, by the same function for both sides, outside of the measured time; the run's
-own evaluation during training uses only one prompt.
+that of greedy answers to held-out prompts. The same function measures it for both sides, outside of the measured time.
+The run's own evaluation during training uses only one prompt.
 
 Each run is stored as a file in `--runs` and is not repeated, so the measurement can be split:
 `python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table covers all runs in the folder.
@@ -64,7 +64,9 @@ class Run:
 
     @property
     def step_seconds(self) -> float:
-        """The training seconds of a version, without those before the first evaluated version; NaN without versions."""
+        """The training seconds of a version, measured after the first evaluated version. NaN without evaluated
+        versions.
+        """
         looks = [(version, seconds) for version, seconds, _ in self.points if version]
         if not looks:
             return math.nan
@@ -114,7 +116,9 @@ class Plan:
         return first, points
 
     def sweep(self, seed: int) -> Mapping[int, float]:
-        """Return TRL's seconds of a version by the rows of its micro-batch, from the file or by short trainings."""
+        """Return TRL's seconds of a version for each number of rows in a micro-batch. Read them from the file, or
+        measure them by short trainings.
+        """
         file = self.runs / SWEEP
         if not file.exists():
             config, folder = load_recipe(self.recipe, []), self.start(seed)
@@ -160,7 +164,7 @@ class Plan:
 
 def _child(module: str, *arguments: str, log: Path | None = None, home: Path | None = None) -> str:
     """Run a process and return its standard output; other output goes to `log`."""
-    own = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for a recipe's own prompts
+    own = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for prompts of the recipe
     environment = {**os.environ, "PYTHONPATH": own, **({"ROLLFLOW_HOME": str(home)} if home else {})}
     command = [sys.executable, "-m", module, *arguments]
     with open(log or os.devnull, "w") as errors:
@@ -175,7 +179,9 @@ def _read(file: Path) -> Run:
 
 
 def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
-    """Return rows with each system's medians over seeds and its successful seeds, and TRL's time over ours per seed."""
+    """Return rows with each system's medians over seeds, its number of successful seeds, and per seed the ratio of
+    TRL's time to rollflow's.
+    """
     for system in SYSTEMS:
         own = [run for run in runs if run.system == system]
         if own:
@@ -195,8 +201,8 @@ def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
 
 
 def _over(pairs: Sequence[tuple[Run, Run]], system: str, accuracy: float) -> Iterator[Row]:
-    """Return TRL's seconds divided by rollflow's per seed; a side without the accuracy gives a bound by its last
-    version.
+    """Return TRL's seconds divided by rollflow's, per seed. If one side never reached the accuracy, the time of its
+    last version gives a bound.
 
     The median counts a seed with a bound as larger, or smaller, than all other seeds. A seed where neither side reached
     the accuracy is left out.
@@ -245,14 +251,14 @@ def _best(run: Run) -> float:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--recipe", type=Path, default=Path("flows/recipes/sorting.toml"))
-    parser.add_argument("--runs", type=Path, default=Path(".rollflow/time_to_reward"), help="where runs are kept")
+    parser.add_argument("--runs", type=Path, default=Path(".rollflow/time_to_reward"), help="folder of the runs")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--accuracies", nargs="*", type=float, default=[0.8, 0.95])
     parser.add_argument("--versions", type=int, default=50)
-    parser.add_argument("--every", type=int, default=2, help="versions between two looks")
-    parser.add_argument("--rows", type=int, help="of a micro-batch of TRL's (default: the fastest of a sweep)")
-    parser.add_argument("--micro-tokens", type=int, default=1024, help="of a micro-batch of ours")
+    parser.add_argument("--every", type=int, default=2, help="number of versions between two evaluations")
+    parser.add_argument("--rows", type=int, help="rows in TRL's micro-batches (default: the fastest of a sweep)")
+    parser.add_argument("--micro-tokens", type=int, default=1024, help="padded tokens in rollflow's micro-batches")
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="ours")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ and the verifier, and answer at once with prepared bytes; requests and answers a
 encoded as a file, but not written to disk.
 
 - A token: the CPU time of long responses minus that of short ones, divided by the difference in tokens. So costs that
-  do not depend on the length cancel. Half of the responses first report half of their tokens, as slow ones do.
+  do not depend on the length cancel out. Half of the responses first report half of their tokens, as slow responses do.
 - A response in flight: the memory that Python has allocated, divided by the requests that wait for an engine's answer.
   In the second row each request has a report of 1,000 tokens.
 """
@@ -41,7 +41,7 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 GROUPS, GROUP_SIZE, BATCHES = 16, 8, 6
 SHORT, LONG, TURNS = 100, 8_000, 5
 FLYING, REPORTED = 16_384, 1_000
-PROMPT = 64  # the length of a prompt in tokens
+PROMPT = 64  # length of a prompt in tokens
 SETTLE_SECONDS = 20.0
 TOKEN_MICROSECONDS, FLYING_BYTES = 0.05, 2_048  # the targets of the two measurements
 
@@ -174,7 +174,7 @@ def bytes_in_flight(reported: int) -> float:
         gc.collect()
         tracemalloc.start()
         running = asyncio.create_task(scheduler.run())
-        await asyncio.sleep(SETTLE_SECONDS)  # wait until all requests have arrived and have reports
+        await asyncio.sleep(SETTLE_SECONDS)  # wait until the engine has all requests and has reported tokens for them
         assert scheduler.running * GROUP_SIZE == FLYING
         gc.collect()
         found = tracemalloc.get_traced_memory()[0] / FLYING

@@ -26,10 +26,10 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore
 
 ROOT = Path(__file__).parents[1]
-VERSIONS = 100_000  # so many that the run does not end before the kills
+VERSIONS = 100_000  # number of versions, so large that the run does not end before the kills
 LEFT = 3  # versions that are trained after the last kill
 START_SECONDS, END_SECONDS = 600.0, 900.0
-AIM_SECONDS = 45.0  # until the next version after a kill
+AIM_SECONDS = 45.0  # target: seconds from a kill to the next version
 TURNS = """
 [environment]
 kind = "import"
@@ -58,7 +58,9 @@ class Witness:
         return path.read_text().splitlines() if path.exists() else []
 
     def count_lost(self) -> list[Counter[str]]:
-        """Count for each life of the run the lost turns of each episode, which were generated again in this life."""
+        """Count the lost turns of each episode. Return a counter for each life of the run (the time between two kills),
+        which has the turns that were generated again in this life.
+        """
         lines, known, lives = self.read("turns"), set[str](), list[Counter[str]]()
         for begin, end in zip([0, *self.ends], [*self.ends, len(lines)], strict=True):
             turns = [line.split() for line in lines[begin:end]]
@@ -79,7 +81,9 @@ class Witness:
 
 
 def kill_run(victim: Victim, witness: Witness, kills: int, seconds: float) -> list[float]:
-    """Kill everything up to `kills` times within `seconds`; return the seconds from each kill to the next version."""
+    """Kill all processes of a run up to `kills` times within `seconds`. Return the seconds from each kill to the next
+    version.
+    """
     draw, limit, found = random.Random(), time.monotonic() + seconds, list[float]()
     victim.wait_version(1, START_SECONDS)
     while len(found) < kills and time.monotonic() < limit:
@@ -117,7 +121,7 @@ def list_trained(victim: Victim) -> set[str]:
 
 
 def measure(folder: Path, kills: int, seconds: float, durable: str, *, saves: bool) -> list[Row]:
-    """Execute one run with kills, and return its figures."""
+    """Execute one run with kills, and return its rows."""
     case = f"{durable}, {'snapshots' if saves else 'replays'}"
     folder.mkdir(parents=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -140,7 +144,7 @@ def measure(folder: Path, kills: int, seconds: float, durable: str, *, saves: bo
 def build_rows(
     case: str, waits: Sequence[float], witness: Witness, trained: set[str], violations: int, *, is_right: bool
 ) -> list[Row]:
-    """Return the figures of one run."""
+    """Return the rows of one run."""
     lost, (sampled, newest) = witness.count_lost(), witness.count_tokens()
     named = {name: tokens for name, tokens in newest.items() if name.rpartition(".")[0] in trained}
     doubled = sum(count - 1 for count in Counter(witness.read("actions")).values())
@@ -162,7 +166,7 @@ def build_rows(
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=50, help="kills of all processes")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no kill begins later")
+    parser.add_argument("--minutes", type=float, default=60.0, help="minutes after which no further kill begins")
     parser.add_argument("--durable", default="before-action", choices=["before-action", "background"])
     parser.add_argument("--replays", action="store_true", help="the environment stores no snapshots")
     options = parser.parse_args()

@@ -20,14 +20,14 @@ from rollflow.flows.services.process_title import flow_run_of
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
 REWARD_ACTORS = {"reward actor": "RewardActor", "reward model": "ModelActor"}
 MODULES = {"reward worker": "rollflow.tasks.scorers.worker", "runner": "rollflow.flows.deployments"}
-# name of a stage's process -> the tag of its flow runs
+# name of a stage's process -> the role in the tag of the stage's flow runs
 STAGES = {"rollout flow": "role:rollout", "reward flow": "role:reward", "train flow": "role:train"}
 SUPERVISOR = "role:supervisor"
 FLOWS = (*STAGES, "supervisor")
 ROLES = (*ACTORS, "reward actor", *MODULES, *STAGES, "supervisor", "prefect server")
 VLLM_ROLES = ("engine", "vllm core", "scheduler", "learner")
 GONE_SECONDS = 30.0  # the longest wait for the end of a killed process
-RECORDED_AS = {  # role -> its name in recoveries; the pool restarts reward workers without a recovery
+RECORDED_AS = {  # role -> its name in recovery records; dead reward workers are replaced without a recovery record
     "engine": "engine-",
     "vllm core": "engine-",
     "scheduler": "rollout",
@@ -61,7 +61,7 @@ def mine(home: Path) -> Iterator[psutil.Process]:
 
 def find(home: Path, role: str) -> list[psutil.Process]:
     """List the processes of a role."""
-    if role == "sandboxes":  # their first process has an empty environment
+    if role == "sandboxes":  # the first process of a sandbox has an empty environment
         workers = find(home, "reward worker")
         return [child for worker in workers for child in _list_children(worker) if child.name() == "bwrap"]
     return [process for process in mine(home) if _quietly(lambda one: _is(one, role), process)]
@@ -162,7 +162,7 @@ def _is(process: psutil.Process, role: str) -> bool:
     if role in MODULES:
         return f"-m {MODULES[role]}" in line
     match role:
-        case "rank":  # a rank of a sharded learner, but not the first rank, which is the learner's process
+        case "rank":  # a rank of a sharded learner; the first rank is the learner's own process, and is not included
             return str(process.name()).startswith("rank ")
         case "vllm core":
             return line.startswith("VLLM::EngineCore")

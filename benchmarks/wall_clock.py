@@ -1,4 +1,4 @@
-"""Compares simulated with real step times of one small workload, which runs on timed engines in Ray actors.
+"""Compares the simulated step times of a small workload with its real step times on timed engines in Ray actors.
 
 Simulation and real runs use the same scheduler, proxy, controller, channel, timed rewards and learner. In the real
 runs, the engines are Ray actors that are called remotely. The benchmark compares the ratios of step times between
@@ -29,7 +29,7 @@ from rollflow.tasks.simulation.records import Snapshot
 from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 ENGINES = 2
-WARM_UP = 2  # the number of warm-up versions, besides those that alpha lets run ahead
+WARM_UP = 2  # number of warm-up versions, in addition to `alpha` versions
 VERSIONS = 7  # versions of a synchronous run; an asynchronous run trains twice as many, because its steps are shorter
 TOLERANCE = 0.1
 HARDWARE = Hardware.model_validate(
@@ -64,10 +64,10 @@ class NoWeights:
 
 
 class WallWorld(SimulatedRun):
-    """The simulated world with its engines in actors, which outlive this world."""
+    """A run of the simulated world in real time. Its engines are in Ray actors, which outlive this object."""
 
     def __init__(self, recipe: RunConfig, hardware: Hardware, versions: int, actors: Sequence[Any]) -> None:
-        """Create the world of a run of `versions` versions, and of a few batches more, as `simulate` plans them."""
+        """Create a run of `versions` versions, with a few more batches in flight, as `simulate` does."""
         self._actors = actors
         planned = {"engine": hardware.engine(recipe), "versions": versions + recipe.capacity + 1}
         super().__init__(recipe.model_copy(update=planned), hardware, recipe, timeline=False)
@@ -84,16 +84,16 @@ class WallWorld(SimulatedRun):
         return Snapshot(asyncio.get_running_loop().time(), 0.0, 0.0, 0, 0.0)
 
     async def _close(self) -> None:
-        """Stop starting requests; the next world uses the actors again."""
+        """Stop starting requests; the next run uses the actors again."""
         for engine in self.engines.values():
             await engine.suspend("restart")
 
 
 class WallBatchRun(WallWorld, BatchRun):
-    """The same world, which generates one batch after the other."""
+    """A run in real time that generates one batch after the other."""
 
 
-# alpha, the simulated run with the case's scheduler, and the run in real time
+# case -> alpha, the simulated run with the case's scheduler, and the run in real time
 CASES: dict[str, tuple[float, type[SimulatedRun], type[WallWorld]]] = {
     "batch, alpha = 0": (0.0, BatchRun, WallBatchRun),
     "queue, alpha = 0": (0.0, SimulatedRun, WallWorld),

@@ -1,5 +1,4 @@
-"""An environment for `benchmarks.turn_kills`, which records the turns of the policy and its own actions in files
-outside of the run.
+"""Defines an environment that writes turns and actions to files outside of the run, for `benchmarks.turn_kills`.
 
 The file `turns` has a line for each turn that the environment got: the name of the turn, the number of its tokens, and
 1 if the turn was generated before a crash. The file `actions` has a line for each action that was done.
@@ -18,9 +17,10 @@ STATES = 9973
 
 
 class WitnessedTurns(Environment):
-    """Acts once for each of `turns` turns, and stores a snapshot after it if `saves` is true.
+    """An environment that does one action for each of `turns` turns. If `saves` is true, it stores a snapshot after
+    each turn.
 
-    The action of a recalled turn is looked up first, because it may have been done before a crash.
+    For a turn that was generated before a crash, the environment first looks up whether it has already done the action.
     """
 
     def __init__(self, folder: str, turns: int = 6, seconds: float = 0.1, saves: bool = True) -> None:
@@ -46,7 +46,7 @@ class WitnessedTurns(Environment):
         return None
 
     def _witness(self, episode: Episode, tokens: int) -> None:
-        """Write down the newest turn, and do its action unless it was done before."""
+        """Write the newest turn to the file, and do its action unless it was done before."""
         name = episode.turn_id
         self._write("turns", f"{name} {tokens} {int(episode.is_recalled)}\n")
         if not (episode.is_recalled and self._has_done(name)):

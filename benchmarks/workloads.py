@@ -19,15 +19,17 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 # ROLL's policy: (1 + alpha) batches are admitted. A batch takes the prompts that were started first, and waits for
-# them. An update sends all running requests again with their tokens, which costs a prefill for each.
+# them. A weight update sends all running requests again with their tokens, which costs a prefill for each request.
 ROLL: dict[str, Any] = {"batch_order": "started", "on_stale": "wait"}
-UNBIASED = 0.01  # largest difference of the mean trained length
+UNBIASED = 0.01  # largest relative difference of the mean trained length
 MEDIAN, CAP = 1600, 32000
-MEAN = MEDIAN * 1.6487  # the mean of lognormal lengths that are not truncated
+MEAN = MEDIAN * 1.6487  # mean of lognormal lengths that are not truncated
 
 
 def recipe(alpha: float, groups: int, size: int, *, cap: int = CAP, **rollout: Any) -> RunConfig:
-    """Return a recipe with N groups of G responses per step, without evaluations, as in the published figures."""
+    """Return a recipe with `groups` groups of `size` responses per step. It has no evaluations, like the published
+    measurements.
+    """
     return RunConfig.model_validate(
         {
             "async_ratio": alpha,
@@ -56,7 +58,7 @@ def ran(config: RunConfig, hardware: Hardware, versions: int, world_type: type[S
 
 
 def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator[Row]:
-    """Return the bias rows of a speed-up: trained lengths against those of all prompts."""
+    """Return rows with the length bias: how the trained lengths differ from those of all prompts."""
     mean, p99 = figures.bias.mean_difference, figures.bias.p99_difference
     yield (
         Row(case, "bias: mean trained length, %", 100 * mean)
@@ -89,7 +91,9 @@ def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
 
 
 def of_128(part: int = 1, **engines: Any) -> Hardware:
-    """Return a workload for 128 GPUs (59 : 69) with 256 prompts x 16 responses per step, or for 1 / part of them."""
+    """Return a workload with 256 prompts x 16 responses per step on 128 GPUs (59 for rollout, 69 for training), or 1 /
+    `part` of it.
+    """
     count = round(59 / part)
     return changed(
         load_hardware(Path("rlvr-128")), engines={"count": count} | engines, learner={"gpus": 128 // part - count}

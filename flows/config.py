@@ -252,7 +252,7 @@ def describe_errors(
     by_key: dict[str, str] = {}
     for details in (*error.errors(), *_errors_behind(section, tree or {})):
         text = describe_error(details, section, tree)
-        # pydantic reports an error for each type that a value may have; keep the first one.
+        # If a value may have several types, pydantic reports an error for each type; keep the first error of a key.
         by_key.setdefault(text.partition(" = ")[0], text)
     if len(by_key) == 1:
         return next(iter(by_key.values()))
@@ -316,8 +316,8 @@ def _place_refusal(place: str, error: ErrorDetails) -> str:
 
 
 def _key(place: Iterable[int | str], section: type[Section]) -> str:
-    """Return the dotted configuration key of a pydantic error, without the section kinds that pydantic inserts into the
-    path.
+    """Return the dotted configuration key of a pydantic error. pydantic inserts the kinds of sections into the path of
+    a key; the returned key has no kinds.
     """
     parts, here, entered, named = list[str](), [section], False, False
     for part in place:

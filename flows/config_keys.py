@@ -1,5 +1,5 @@
-"""Lists the configuration keys of a recipe, with their defaults, allowed values and meanings, which come from the types
-of the configuration.
+"""Lists the configuration keys of a recipe, with their defaults, allowed values and meanings. All of them are read from
+the configuration's types.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ a schedule starts it.
 
 The runner of `rollflow run` serves six flows as deployments with the name of the run. The runner of `rollflow serve`
 serves the six flows with the name "rollflow", and one more deployment of `post-training` for each offered recipe. The
-runner asks for scheduled flow runs every second, because Prefect's default of ten seconds would start the flows of a
-run late. If no command watches the runner, Prefect automations restart crashed runs (see
+runner asks Prefect for scheduled flow runs every second, because with Prefect's default of ten seconds, the flows of a
+run would start late. If no command watches the runner, Prefect automations restart crashed runs (see
 `registration/automations.py`).
 
 `python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves the flows until the process is stopped.
@@ -52,14 +52,14 @@ from rollflow.storage.errors import ConfigError, Unreachable
 POLL_SECONDS = 1
 BEGIN_SECONDS = 0.05
 LOOK_SECONDS = 2.0  # Seconds between two checks for newly deployed recipes.
-# Largest number of flow runs at the same time. A training run has four; Prefect's default limit is 5.
+# Largest number of flow runs at the same time. A training run has four flow runs; Prefect's default limit is 5.
 LIMIT = 40
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
 def list_deployments(name: str | None = None) -> list[DeploymentOffer]:
-    """Return the Prefect deployments of rollflow's six flows. The deployments are called `name`, or by default as this
-    Prefect runner.
+    """Return the Prefect deployments of rollflow's six flows. The deployments are called `name`. By default, they have
+    the name of the deployments that this Prefect runner serves.
     """
     session = name is None and runner_deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, home_tag(run_home())) if session else (INTERNAL,)
@@ -70,7 +70,7 @@ def list_deployments(name: str | None = None) -> list[DeploymentOffer]:
 
 
 def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
-    """Return the Prefect deployment of the flow `post-training` whose default parameters are this recipe."""
+    """Return a Prefect deployment of the flow `post-training` with this recipe as its default parameters."""
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
     return DeploymentOffer(
         post_training, recipe.config.name, {"config": form_values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
@@ -78,8 +78,8 @@ def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
 
 
 def offer_nightly(plan: Nightly) -> DeploymentOffer:
-    """Return the Prefect deployment of a nightly file. The deployment has the file's schedule, and runs at most one
-    flow run at a time.
+    """Return the Prefect deployment of a nightly file, which lists recipes to train every night. The deployment has the
+    file's schedule, and at most one flow run at a time.
     """
     parameters, text = (
         {"plan": plan.model_dump(mode="json", exclude_none=True)},
@@ -90,8 +90,8 @@ def offer_nightly(plan: Nightly) -> DeploymentOffer:
 
 
 def offer_recipes() -> list[DeploymentOffer]:
-    """Return the Prefect deployments of all served recipes and nightly files. Invalid recipes and nightly files are
-    reported and skipped.
+    """Return one Prefect deployment for each served recipe, and one for each nightly file (a list of recipes to train
+    every night). Invalid files are reported and skipped.
     """
 
     def tell(error: object) -> None:
@@ -149,8 +149,8 @@ async def serve(
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve each recipe that `rollflow deploy` adds while this Prefect runner is running. A recipe that cannot be
-    served is reported and tried again.
+    """Serve each recipe that `rollflow deploy` adds while this Prefect runner is running. If a recipe cannot be served,
+    report the reason and try again later.
     """
     seen, reported = _modified_at(), ""
     while True:

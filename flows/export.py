@@ -17,7 +17,7 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.policies.tokenizer import find_other_reading
 from rollflow.tasks.run.context import RunContext
 
-TEXTS = 64  # Number of prompts on which the exported tokenizer is compared with the run's tokenizer.
+TEXTS = 64  # Number of prompts for which the exported tokenizer and the run's tokenizer are compared.
 
 
 def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:

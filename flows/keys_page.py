@@ -1,5 +1,5 @@
 """Writes `docs/configuration.md`, a Markdown page of all configuration keys of a recipe and of a hardware file. A test
-checks that the page equals the configuration models.
+checks that the page agrees with the configuration classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ config models; `tests/test_docs.py` fails when it is out of date. `rollflow keys
 
 
 def keys_page() -> str:
-    """Return the whole page."""
+    """Return the page of all configuration keys as Markdown."""
     lines = [HEAD, "## Recipes", "", *_section_lines(RunConfig, "", RunConfig())]
     lines += ["## Hardware files", "", *_section_lines(Hardware, "", Hardware())]
     return "\n".join(lines).rstrip() + "\n"

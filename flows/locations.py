@@ -59,7 +59,7 @@ def context_of(uri: str, run_id: str) -> RunContext:
 
 
 def attach_run(uri: str) -> RunContext:
-    """Return the context of the run whose files are stored at `uri`.
+    """Return the context (the access to a run's storage) of the run whose files are stored at `uri`.
 
     Raises:
         ConfigError: the last part of `uri` is not a run id.
@@ -70,8 +70,8 @@ def attach_run(uri: str) -> RunContext:
 
 
 def await_run(uri: str) -> RunContext:
-    """Return the context of the run at `uri`. Reads and writes of the returned context wait while the storage does not
-    answer.
+    """Return the context (the access to a run's storage) of the run at `uri`. Reads and writes of the returned context
+    wait while the storage does not answer.
     """
     unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
     return replace(unread, patience=unread.config.store.patience_seconds)
@@ -167,8 +167,8 @@ def read_policy_folder(context: RunContext) -> dict[str, bytes]:
 
 
 def _created_at(context: RunContext) -> float:
-    """Return the time at which the run was created. Return 0 if the run cannot be read, so that this run counts as the
-    oldest.
+    """Return the time at which the run was created. If the run cannot be read, return 0, so that it counts as the
+    oldest run.
     """
     try:
         return context.created_at

@@ -4,8 +4,8 @@
                                                                                           |
     a report: artifact, and notification   <-- failed nights, too <-- prune old nights <--+
 
-There is one night at a time: the deployment has a limit of one flow run, and cancels a new flow run while another one
-runs. If a recipe fails or takes too long, the report says so, and the next recipe and the next night go on.
+Two nights never overlap: Prefect cancels a new flow run of the deployment while another one runs. If a recipe fails or
+takes too long, the report says so; the next recipe and the next night are trained as usual.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MARK = "-night-"  # Text between the recipe's name and the time in the run id of
 
 
 class Nightly(Section):
-    """The content of a nightly file."""
+    """The content of a nightly file, which lists the recipes to train every night."""
 
     name: RecipeName = Field("nightly", description="name of the Prefect deployment that trains the recipes")
     recipes: tuple[str, ...] = Field(
@@ -146,7 +146,7 @@ Train = Callable[[RunConfig, str, float], RunContext]
 
 @flow(name="nightly", log_prints=False)
 def nightly(plan: Nightly) -> Any:
-    """Train the recipes of a nightly file, one after another, and mark better policies as best."""
+    """Train the recipes of a nightly file one after another; mark each policy that is its recipe's best so far."""
     when = flow_run.scheduled_start_time or datetime.now(UTC)
     reports = run_night(plan, when, train_here)
     for report in reports:
@@ -154,7 +154,7 @@ def nightly(plan: Nightly) -> Any:
     text = render_report(plan, when, reports)
     create_markdown_artifact(text, key=f"nightly-{plan.name.lower().replace('.', '-').replace('_', '-')}")
     if plan.notify:
-        # With `return_state`, a failed notification does not fail the night.
+        # With `return_state`, a failed notification does not make the night's flow run fail.
         notify(plan.notify, text, return_state=True)
     failed = [report for report in reports if not report.ok]
     return Failed(message="; ".join(f"{one.recipe}: {one.result}" for one in failed)) if failed else None
@@ -197,8 +197,8 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
 
 
 def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly) -> tuple[bool, str]:
-    """Return whether a newly trained policy is better than the best policy of its recipe so far, and the reason as
-    text.
+    """Return whether a newly trained policy is better than the best policy of its recipe so far. Also return the reason
+    as text.
 
     A policy is never promoted if it or the best policy has fewer than `plan.answers` evaluated answers, because the
     z-test needs many answers.
@@ -328,7 +328,8 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
 def _read_outcome(made: UUID, context: RunContext) -> str:
     """Return "" while the training run continues, "done" after its end, or the reason of its failure.
 
-    If the run's supervising flow run has crashed, the state of its successor is used. A finished run has a summary.
+    If the run's supervising flow run has crashed, the state of its successor (the flow run that continues the run) is
+    used. The training run has ended once its storage has a summary.
     """
     try:
         state = call_until_answered(lambda: _state_of(made))
@@ -342,7 +343,9 @@ def _read_outcome(made: UUID, context: RunContext) -> str:
 
 
 def _state_of(made: UUID) -> Any:
-    """Return the state of a Prefect flow run. If the flow run crashed, return the state of its newest successor."""
+    """Return the state of a Prefect flow run. If the flow run crashed, return the state of its newest successor, a flow
+    run that continues the same training run.
+    """
     state = flow_state(made)
     if state is None or not state.is_crashed():
         return state

@@ -5,10 +5,10 @@
 
 Each step of this diagram is a box on the flow run's page in Prefect.
 
-The supervisor starts and watches the stages; the run's data does not pass through the supervisor. A supervisor reads
-the run's state from the run's storage, so a new supervisor can replace a dead one. A supervisor takes its run over by a
-log entry; an older supervisor then gets `Deposed` and stops. A run that a user has stopped, paused or cancelled can be
-resumed from its storage.
+The supervisor starts and watches the stages (rollout, reward and train); the run's data does not pass through the
+supervisor. A supervisor reads the run's state from the run's storage, so a new supervisor can replace a dead one. To
+take over a run, a supervisor appends an entry to the run's log; an older supervisor then gets the error `Deposed` and
+stops. A run that a user has stopped, paused or cancelled can be resumed from its storage.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
         if writer.warnings:
             page.warn("\n\n".join(writer.warnings))
         write_anchor(context.log.state, writer.tracker, page)
-        # Write the row of the last block again, because its evaluation may have come later.
+        # Compute the newest rows again, because the evaluation of a block's versions may end after the block.
         newest = max(0, len(table_rows) - 2)
         table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])
         page.progress(table_rows)
@@ -203,8 +203,8 @@ def _claim_run(context: RunContext, address: str) -> Writer:
 
 
 def _reset_budgets(context: RunContext) -> None:
-    """Forget the earlier restarts of the training run and its old stop requests, if a user or a schedule started this
-    flow run.
+    """Forget the training run's earlier restarts and its old stop requests if this flow run was started by a user or a
+    schedule.
 
     Stop requests are kept if they are newer than the request that created this flow run.
     """
@@ -223,8 +223,8 @@ def _reopen(context: RunContext) -> None:
 
 
 def _sweep(context: RunContext) -> None:
-    """Remove unfinished files, which killed processes have left, from the run's storage. If the removal of unfinished
-    files fails, only a warning is logged.
+    """Remove from the run's storage the unfinished files that killed processes have left. If this fails, only a warning
+    is logged.
     """
     try:
         sweep(context.store)

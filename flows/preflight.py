@@ -142,8 +142,8 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
 
 
 def _note_unread_policy(config: RunConfig, download: bool, ask: bool) -> str:
-    """Return a note if the policy cannot be checked because it may not be downloaded, or no store may be asked; else
-    return "".
+    """Return a note if the policy is not checked, because it must not be downloaded or its store must not be contacted.
+    Otherwise return "".
     """
     path, earlier = config.policy.path, config.policy.from_run
     if path is not None and find_policy(path, download) is None:
@@ -158,7 +158,6 @@ def _note_unread_policy(config: RunConfig, download: bool, ask: bool) -> str:
 
 def recheck(config: RunConfig, context: RunContext) -> None:
     """Check the changed configuration of a recorded run, and the run's stored policy, before the run continues.
-
 
     Raises:
         ConfigError: the run would fail; the message says what the user must change in the recipe.
@@ -303,8 +302,8 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
 
 
 def read_policy_files(config: RunConfig, read: Reader, earlier: EarlierVersion | None = None) -> dict[str, bytes]:
-    """Return the files of the policy folder without the weights. The folder is that of the run of the version
-    `earlier`, or the folder at `policy.path`; otherwise a new small policy is used.
+    """Return the files of the policy folder without the weights. If `earlier` is given, the folder is that of the
+    earlier run. Otherwise it is the folder at `policy.path`, or the folder of a new small policy for a cold start.
     """
     if earlier is not None:
         return read_policy_folder(earlier.context)
@@ -315,8 +314,9 @@ def read_policy_files(config: RunConfig, read: Reader, earlier: EarlierVersion |
 
 
 def check_policy(config: RunConfig, folder: Path, *, engine: bool = True) -> PolicyTokenizer:
-    """Check the policy's files, inference engine, end tokens, context length and chat templates, and write all its end
-    tokens into the folder. Return the policy's tokenizer. Without `engine`, the inference engine is not checked.
+    """Check the policy's files, inference engine, end tokens, context length and chat templates. Write all end tokens
+    of the policy into the files in `folder`, and return the policy's tokenizer. If `engine` is false, the inference
+    engine is not checked.
 
     Raises:
         ConfigError: the policy cannot answer the recipe's prompts.

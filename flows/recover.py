@@ -1,5 +1,5 @@
-"""Defines the Prefect flow that restarts a crashed supervising flow run. A Prefect automation starts this flow after
-the crash.
+"""Defines the Prefect flow that restarts a training run whose supervisor (the flow `post-training`) has crashed. A
+Prefect automation starts this flow after the crash.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rollflow.tasks.actors.rollout import ROLLOUT, start_rollout
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.runtime.names import RunPlace
 
-POLL_SECONDS = 1.0  # Seconds between two status calls, after each of which the engines are checked.
+POLL_SECONDS = 1.0  # Seconds between two status calls to the scheduler. The engines are checked after each call.
 
 
 @flow(name="rollout", log_prints=False)

@@ -42,7 +42,7 @@ def list_folders(place: Path) -> list[Path]:
 
 
 def served_files() -> list[Path]:
-    """Return the files given to `rollflow nightly` in the present run home."""
+    """Return the paths of the nightly files that users of this run home have added with `rollflow nightly`."""
     return [one for one in _read_deployed(run_home()) if one.suffix == ".toml"]
 
 

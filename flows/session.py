@@ -53,7 +53,7 @@ STACK = "stack"
 
 @dataclass(frozen=True)
 class Session:
-    """The services that one command uses, by role.
+    """The services that one command uses. `services` maps the role of a service to the service.
 
     `page` is the address of the Prefect UI for the command's user. `login` is text for the user that says where to find
     the password of a private Prefect server. `environment` has the environment variables that a process needs to use
@@ -181,7 +181,7 @@ def open_session(
     """Start the services that the user does not provide, and serve the flows as deployments named `name`. All started
     services are stopped after the `with` block.
 
-    Worker processes of the kinds `spares` are started before an actor needs them.
+    `spares` lists the kinds of Ray workers that are started before an actor needs them.
     """
     place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)
@@ -207,7 +207,7 @@ def open_session(
         start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))
         if name != SERVED and not server:
             call_until_answered(lambda: check_unserved(name, place))
-        if server or name != SERVED:  # No other command serves these deployments.
+        if server or name != SERVED:  # In these cases, no other command serves the same deployments.
             call_until_answered(lambda: crash_orphans(name, "its session died", scheduled=True))
             call_until_answered(sweep)
         begin.touch()

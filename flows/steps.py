@@ -76,7 +76,7 @@ def split_blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
 
 
 def run_title(config: RunConfig) -> str:
-    """Return a short title of the training run, such as sorting-grpo-a2-s0."""
+    """Return a short title of the training run: its recipe, objective, alpha and seed, such as sorting-grpo-a2-s0."""
     return f"{config.name}-{config.train.objective.kind}-a{config.async_ratio:g}-s{config.seed}"
 
 
@@ -87,7 +87,7 @@ def run_name() -> str:
 
 
 def build_tags(config: RunConfig, run_id: str, role: str) -> list[str]:
-    """Return the tags of a flow run, by which a user finds the flow runs of a training run in the Prefect UI."""
+    """Return the tags of a flow run, by which users can filter the flow runs of a training run in the Prefect UI."""
     return [f"recipe:{config.name}", f"run:{run_id}", f"role:{role}"]
 
 

@@ -1,4 +1,6 @@
-"""What tests share; those that share something stay in one process of `pytest -n`."""
+"""Defines the fixtures and settings that tests share. Tests of one group share servers, and run in the same process of
+`pytest -n`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from tests.support.full_tests import mark_listed
 if TYPE_CHECKING:
     from rollflow.flows.services.process import PrefectServer
 
-# No bound on time: a machine may be slow. `make test` draws the same cases each time, so that what it says is of the
-# change that it looks at; `make soak` draws new ones.
+# Hypothesis sets no time limit, because a machine may be slow. `make test` draws the same cases each time, so that only
+# a change of the code can change its result; `make soak` draws new cases.
 settings.register_profile(
     "calm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not ALL, print_blob=True
 )
@@ -26,8 +28,8 @@ settings.load_profile("calm")
 
 FSYNC = os.fsync
 
-# A forked child has none of its parent's threads: if it collected what belongs to them (gloo's groups, say), it would
-# wait for them for ever.
+# A forked child has none of its parent's threads. If the child collected an object that belongs to them, such as a
+# group of gloo, it would wait for these threads forever.
 os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 # Tests create many objects and few reference cycles. With Python's default thresholds, the collector takes a fifth of
@@ -55,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def ray_node() -> Iterator[None]:
-    """One Ray node for all tests of this process that kill no node; each ends the actors that it starts."""
+    """One Ray node for all tests of this process that do not kill it. Each test ends the actors that it starts."""
     import ray
 
     ray.init(
@@ -67,7 +69,7 @@ def ray_node() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a new Prefect database, for `give`; all processes of the tests share it."""
+    """A folder with a new Prefect database, which `give` copies for a test. All test processes share the folder."""
     from tests.support.prefect_home import migrated
 
     own = tmp_path_factory.getbasetemp()
@@ -76,9 +78,9 @@ def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
-    """One Prefect server for all tests of the group `prefect` that do not ask for all deployments of their server.
+    """One Prefect server for the tests of the group `prefect`, except tests that list all deployments of their server.
 
-    A test asks it through `tests.support.prefect_home.use_server`.
+    A test uses the server by calling `tests.support.prefect_home.use_server`.
     """
     from rollflow.flows.services.process import PrefectServer
     from tests.support.prefect_home import give
@@ -91,9 +93,10 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: P
 
 @pytest.fixture(scope="session", autouse=True)
 def skip_syncs() -> Iterator[None]:
-    """Turn off syncs in this process and in its forked children: they take up to half of a test's time.
+    """Turn off `os.fsync` in this process and in its forked children, because syncs take up to half of a test's time.
 
-    No test cuts the power, and the kernel keeps the writes of a killed process. `real_syncs` turns them on again.
+    No test cuts the power, and the kernel keeps the writes of a killed process. The fixture `real_syncs` turns syncs on
+    again.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
@@ -108,9 +111,10 @@ def real_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def forget_memory_stores() -> Iterator[None]:
-    """After each test, delete the objects that the test wrote into stores in memory.
+    """Delete the objects that a test wrote into stores in memory, after the test.
 
-    Two tests in one process may then use the same name of a store. Objects of fixtures with a wider scope stay.
+    Two tests in one process may then use the same name for a store. Objects that fixtures with a wider scope wrote are
+    kept.
     """
     from rollflow.storage.objects import memory
 

@@ -1,4 +1,6 @@
-"""`make audit-pins` reports what pip-audit says, and fails if PyPI was not asked; `make sbom` lists the pins."""
+"""Tests that `make audit-pins` reports the result of pip-audit, that it fails if PyPI does not answer, and that `make
+sbom` lists the pins.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_every_file_of_pinned_versions_is_audited(script: ModuleType) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone in which no target was called yet, as far as the targets need it."""
+    """A clone of the repository in which no make target was called yet, with only the files that the tested targets
+    need.
+    """
     shutil.copytree(INFRA, tmp_path / "infra")
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, tmp_path)
@@ -80,7 +84,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def make(clone: Path, target: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Call a target."""
+    """Call a make target in the clone."""
     command = ["make", target, f"PYTHON={sys.executable}"]
     return subprocess.run(command, cwd=clone, env=os.environ | environment, capture_output=True, text=True)
 
@@ -98,7 +102,9 @@ def test_make_targets_report_an_unreachable_registry(clone: Path) -> None:
 
 @pytest.mark.soak
 def test_make_targets_list_and_audit_the_pinned_versions(clone: Path) -> None:
-    """A registry gives the tools. They validate the SBOMs against CycloneDX's schema, and say that PyPI is silent."""
+    """A local registry serves the tools. They validate the SBOMs against CycloneDX's schema, and report that PyPI does
+    not answer.
+    """
     listed = make(clone, "sbom")
     assert listed.returncode == 0, listed.stderr
     for name in ("cpu", "gpu"):

@@ -1,4 +1,4 @@
-"""The slower schedulers of the benchmarks: each keeps a run's invariants, and simulates."""
+"""Tests the baseline schedulers of the benchmarks: each keeps the invariants of a run, and works in the simulation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_run_of_a_baseline_scheduler_passes_the_audit(
     assert report.trajectories == 6 * 4 * 2
 
 
-def test_simulated_baseline_schedulers_are_slower() -> None:
+def test_simulated_baseline_schedulers_are_slower_than_rollflow() -> None:
     hardware = rollout_only(2, 8)
 
     def seconds(world_type: type[SimulatedRun], **rollout: int) -> float:

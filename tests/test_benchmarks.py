@@ -1,4 +1,4 @@
-"""Tests that each benchmark runs, at its smallest size, in its own process, and prints its table.
+"""Tests that each benchmark runs at its smallest size in its own process, and writes its table.
 
 Short benchmarks are in `make test`; whole runs and servers are in `make soak`. Every module of `benchmarks/` must have
 a row here.
@@ -35,7 +35,8 @@ SORTING = str(ROOT / "flows/recipes/sorting.toml")
 
 @dataclass(frozen=True)
 class Smoke:
-    """The smallest size of a benchmark: its options (`{}` is an empty folder), and constants of its module.
+    """The smallest size of a benchmark: its options (`{}` stands for an empty folder), and new values for constants of
+    its module.
 
     `table`: true if the benchmark writes its rows with `--json`.
     """
@@ -52,7 +53,7 @@ SHORT = {
     "pictures": Smoke("--folder {}", table=False),
     "time_to_reward": Smoke("--runs {} --systems"),
 }
-LONG = {  # servers, whole runs, seconds to minutes of a core
+LONG = {  # benchmarks that start servers or whole runs, and take seconds to minutes on one core
     "asynchrony": Smoke("--versions 1 --turns 1"),
     "chaos": Smoke("--timed 1 --vllm 0 --roles scheduler"),
     "environments": Smoke("--quick --only kv faults"),
@@ -77,7 +78,7 @@ LONG = {  # servers, whole runs, seconds to minutes of a core
     "turn_kills": Smoke("--kills 1"),
     "wall_clock": Smoke("--versions 8 --turns 1"),
 }
-PARTS = {  # that a benchmark above runs, or a test of their own
+PARTS = {  # modules that a benchmark above or a separate test runs
     "baselines": "scheduling",
     "chaos_table": "chaos",
     "defaults": "scheduling",
@@ -133,7 +134,7 @@ def run(name: str, smoke: Smoke, tmp_path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", SHORT)
 def test_benchmark_passes_at_a_small_size(name: str, tmp_path: Path) -> None:
     rows = run(name, SHORT[name], tmp_path)
-    assert rows or name == "time_to_reward"  # which has nothing to run without a system
+    assert rows or name == "time_to_reward"  # time_to_reward has no rows if no system is given
 
 
 @pytest.mark.slow

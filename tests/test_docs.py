@@ -26,7 +26,8 @@ COMMAND = re.compile(r"\brollflow ([a-z]+)\b([^`\n|]*)")
 KEYS = {*list_keys(RunConfig), *(f"{side}.{key}" for side in ("rollout", "train") for key in ("gpus", "hour"))}
 SECTIONS = "|".join(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
 KEY = re.compile(rf"(?<![\w/.\[-])(?:{SECTIONS})\.(?!json|png)[a-z_]+(?:\.[a-z_]+)*(?![\w/(]|\.[a-z])")
-UNTRIED = re.compile(r"(docker|helm|kubectl (?!kustomize )|aws|sudo|ray job)\b")  # no engine, cluster or cloud in tests
+# Commands that need an engine, a cluster or a cloud, which tests do not have.
+UNTRIED = re.compile(r"(docker|helm|kubectl (?!kustomize )|aws|sudo|ray job)\b")
 TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

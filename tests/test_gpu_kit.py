@@ -1,4 +1,4 @@
-"""Tests `benchmarks.gpu` without a GPU: parts that fail, hang or die, and its imports.
+"""Tests `benchmarks.gpu` without a GPU: how it handles parts that fail, hang or crash, and what it imports.
 
 `tests/test_benchmarks.py` runs all parts at a small size.
 """

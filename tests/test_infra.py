@@ -25,7 +25,7 @@ from tests.support.s3_server import s3_server, use
 
 INFRA = REPOSITORY / "infra"
 SCRIPTS = ("secrets.sh", "wheelhouse.sh", "backup.sh", "slurm/rollflow.sbatch")
-QUIET = {  # by the command or the manifest that starts a service: what turns its usage statistics off
+QUIET = {  # maps the command or manifest entry that starts a service to the settings that turn off its usage statistics
     "prefect server start": ("PREFECT_SERVER_ANALYTICS_ENABLED", "--analytics-off"),
     "mlflow server": ("MLFLOW_DISABLE_TELEMETRY",),
     "ray start --": ("RAY_USAGE_STATS_ENABLED", "--disable-usage-stats"),
@@ -148,7 +148,7 @@ def test_bucket_is_created_once_and_versioned(bucket: ModuleType, capsys: pytest
 
 @contextmanager
 def slow_writes(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start a server that checks and writes in separate steps, as several real servers did."""
+    """Make the S3 server check and write an object in separate steps, as several real servers did."""
     import moto.s3.responses as responses
 
     unlocked = responses.S3Response.put_object.__wrapped__  # type: ignore[attr-defined]

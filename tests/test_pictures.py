@@ -30,7 +30,7 @@ each_picture = pytest.mark.parametrize("name", NAMES)
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle in a picture, with the words of a text, or no words for a drawn rectangle."""
+    """A rectangle in a picture: the box of a text with its words, or a drawn rectangle without words."""
 
     words: str
     left: float

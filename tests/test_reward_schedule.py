@@ -1,4 +1,6 @@
-"""The simulation of rewards: published times are drawn as published, and a planted false kill is counted."""
+"""Tests the simulation of rewards: program times are drawn from the published distribution, and a program that is
+killed wrongly is counted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from benchmarks.reward_schedule import SECONDS, draw_reference_seconds, run_prog
 from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 
 
-def test_simulated_program_times_are_the_published_ones() -> None:
+def test_simulated_program_times_match_the_published_times() -> None:
     drawn = sorted(draw_reference_seconds(row) for row in range(20_000))
     assert SECONDS[0][1] <= drawn[0]
     assert drawn[-1] <= SECONDS[-1][1]
@@ -22,7 +24,7 @@ def test_simulated_program_times_are_the_published_ones() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the simulation small: two steps a pass, of four prompts."""
+    """Make the simulation small: two steps per pass, with four prompts per step."""
     for name, value in {"STEPS": 2, "PROMPTS": 4, "SIZE": 4, "CAP": 64, "MEDIAN": 8}.items():
         monkeypatch.setattr(reward_schedule, name, value)
 
@@ -37,7 +39,9 @@ def test_simulated_fixed_deadline_kills_no_program_early() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_simulation_counts_wrongly_killed_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A correct program takes 1.4 s times a random factor, so some programs take more than 1.5 times the anchor."""
+    """A correct program takes 1.4 s times a random factor, so some programs take more than 1.5 times the program's
+    reference time (anchor).
+    """
     monkeypatch.setattr(reward_schedule, "draw_reference_seconds", lambda row: 1.4)
     _, rewards = run_programs(AdaptiveDeadline(recheck=1.0), hanging=0.0, spread=1.0)
     counts = rewards.sandboxes.counts

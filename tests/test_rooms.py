@@ -1,8 +1,9 @@
-"""Which room may import which. What is read is the source, so that an import inside a function counts as well.
+"""Tests which folders of modules may import which others. The source files are read, so imports inside of functions are
+checked, too.
 
-A room is a folder of modules, named by its path: "tasks/rollout". The three houses are one above the other: flows
-decide by tasks, tasks compute on storage, storage knows of neither. A new room says here what it takes from its own
-house.
+A *room* is a folder of modules, named by its path, such as "tasks/rollout". A *house* is one of the three top folders.
+Their order is storage, tasks, flows: a house may import only the houses before it. `MAY` lists for each room which
+rooms of its own house it may import.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HOUSES = ("storage", "tasks", "flows")  # each may import those before it
-FILES = 20  # most modules of a folder
-LINES = 400  # most lines of a module
+HOUSES = ("storage", "tasks", "flows")  # each top folder may import those before it
+FILES = 20  # largest number of modules in a folder
+LINES = 400  # largest number of lines in a module
 LEARNER_FILES = 8
 
-# What a room may import of its own house besides itself.
+# Maps a room to the other rooms of its own house that it may import.
 MAY: dict[str, set[str]] = {
     "storage/objects": {"storage"},
     "storage/deltas": {"storage", "storage/objects"},
@@ -38,7 +39,7 @@ MAY: dict[str, set[str]] = {
     "tasks/prompts": {"tasks/prompts/games", "tasks/runtime"},
     "tasks/prompts/games": {"tasks/games", "tasks/prompts", "tasks/runtime"},
     "tasks/scorers/code": {"tasks/runtime", "tasks/sandboxes", "tasks/scorers"},
-    # A worker reads responses as the policy writes them.
+    # A scorer's worker process decodes responses with the policy's tokenizer.
     "tasks/scorers": {
         *("tasks/policies", "tasks/runtime", "tasks/sandboxes"),
         *("tasks/scorers/code", "tasks/scorers/judge", "tasks/scorers/model", "tasks/scorers/text"),
@@ -56,7 +57,8 @@ MAY: dict[str, set[str]] = {
     "tasks/sandboxes/server": {"tasks/runtime", "tasks/sandboxes"},
     "tasks/engines": {"tasks/engines/vllm", "tasks/runtime", "tasks/policies"},
     "tasks/engines/vllm": {"tasks/engines", "tasks/runtime", "tasks/policies"},
-    # The contract, and above its own rooms the torch learner and `build_learner`.
+    # This folder has the learner's contract. It also has the torch learner and `build_learner`, which import the
+    # folders inside of it.
     "tasks/learners": {
         *("tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/forward"),
         *("tasks/learners/multi_rank", "tasks/learners/optimizer"),
@@ -98,7 +100,7 @@ MAY: dict[str, set[str]] = {
         "tasks/statistics",
     },
     "tasks/rollout/resuming": {"tasks/engines", "tasks/environments", "tasks/rollout"},
-    "tasks/run": {  # the config is made of the rooms' own parts
+    "tasks/run": {  # the config of a run is composed of the configs of the other rooms
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/objectives", "tasks/policies"),
         *("tasks/environments/foreign", "tasks/environments/tool_use", "tasks/prompts", "tasks/rollout"),
         *("tasks/runtime", "tasks/scorers"),
@@ -153,7 +155,7 @@ MAY: dict[str, set[str]] = {
         *("flows/tracking", "flows/views", "flows/views/frames", "flows/views/timelines"),
     },
 }
-# Rooms that other processes' libraries stay in; a module stands for itself.
+# Maps a library to the only rooms (or single modules) that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"tasks/actors", "flows/ray_cluster"},
     "prefect": {
@@ -189,22 +191,22 @@ LIBRARIES: dict[str, set[str]] = {
         *("tasks/sandboxes/run_code", "tasks/sandboxes/rock", "tasks/sandboxes/rock_answers"),
     },
 }
-# Single arrows that point the wrong way until somebody turns them.
+# Imports (module, target) that break the order but are allowed for now.
 EXCEPTIONS: set[tuple[str, str]] = set()
 
-Sources = Mapping[str, str]  # by module, "tasks/rollout/proxy" or "tasks/rollout/__init__"
+Sources = Mapping[str, str]  # source text by module, such as "tasks/rollout/proxy" or "tasks/rollout/__init__"
 
 
 @cache
 def tree() -> Sources:
-    """What the three houses hold."""
+    """Return the source text of every module in the three houses."""
     files = [file for house in HOUSES for file in (ROOT / house).rglob("*.py")]
     return {file.relative_to(ROOT).with_suffix("").as_posix(): file.read_text() for file in files}
 
 
 @cache
 def names(source: str) -> frozenset[str]:
-    """The dotted names that a source imports."""
+    """Return the dotted names that a source text imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -216,12 +218,12 @@ def names(source: str) -> frozenset[str]:
 
 
 def imports(module: str, sources: Sources) -> set[str]:
-    """What a module imports: our modules by their paths, libraries by their first name."""
+    """Return what a module imports: rollflow's modules by their paths, and libraries by their top-level names."""
     return {located(name, sources) for name in names(sources[module])} - {module}
 
 
 def located(name: str, sources: Sources) -> str:
-    """The module or library that a dotted name lies in."""
+    """Return the module or library that defines a dotted name."""
     library, _, inner = name.partition(".")
     if library != "rollflow":
         return library
@@ -231,12 +233,12 @@ def located(name: str, sources: Sources) -> str:
 
 
 def room(module: str) -> str:
-    """The folder that a module lies in."""
+    """Return the folder of a module."""
     return module.rpartition("/")[0]
 
 
 def wrong(sources: Sources) -> list[str]:
-    """A sentence for each import that may not be."""
+    """Return a sentence for each import that is not allowed."""
     found = []
     for module in sorted(sources):
         home = room(module)
@@ -249,18 +251,20 @@ def wrong(sources: Sources) -> list[str]:
 
 
 def may(room: str, other: str) -> bool:
-    """Whether modules of a room may import those of another."""
+    """Return whether modules of one room may import modules of another."""
     house, others = (HOUSES.index(one.partition("/")[0]) for one in (room, other))
     return others < house or room == other or (others == house and any(covers(one, other, room) for one in MAY[room]))
 
 
 def covers(entry: str, other: str, home: str = "") -> bool:
-    """Report whether a table's entry means the room `other`: that room, or for a `home` outside a room inside of it."""
+    """Return whether an entry of a table covers the room `other`. An entry covers the room that it names. If this room
+    is not a house, the entry also covers the rooms inside of it, unless `home` is the room itself or is inside of it.
+    """
     return other == entry or ("/" in entry and other.startswith(f"{entry}/") and not f"{home}/".startswith(f"{entry}/"))
 
 
 def circle(sources: Sources) -> list[str]:
-    """Modules that import each other in a circle, if there is one."""
+    """Return modules that import each other in a circle; return an empty list if there is no circle."""
     try:
         TopologicalSorter({module: imports(module, sources) for module in sources}).prepare()
     except CycleError as error:

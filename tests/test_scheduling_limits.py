@@ -1,4 +1,6 @@
-"""The runs of `benchmarks.scheduling_limits`: what they count, and the order of prompts of known length."""
+"""Tests the simulated runs of `benchmarks.scheduling_limits`: their idle times, and the order of prompts whose length
+is known.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def test_longest_first_issues_each_prompt_of_a_batch_once() -> None:
 
 
 @pytest.mark.parametrize("world", [WatchedRun, KnownLengthsRun])
-def test_idle_time_adds_up_to_that_of_the_simulation(world: type[WatchedRun]) -> None:
+def test_idle_times_by_cause_add_up_to_the_total_idle_time(world: type[WatchedRun]) -> None:
     hardware = changed(rollout_only(2, 8, cap=4000), learner={"seconds_per_version": 30.0}, update={"seconds": 2.0})
     figures = simulate(recipe(2, 16, 2, cap=4000), hardware, versions=16, world_type=world).figures
     rows = {row.metric: row.value for row in idle("", figures)}

@@ -64,8 +64,8 @@ def _describe_changed_code(context: RunContext) -> Sequence[str]:
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Return the anchor (number and hash of a log entry) that the user gives. For "mlflow", return all anchors that are
-    stored in the run's MLflow.
+    """Return the anchor (number and hash of a log entry) that the user gives. If the user gives "mlflow", return all
+    anchors that the run has stored in MLflow.
     """
     if said != "mlflow":
         return [parse_anchor(said)]

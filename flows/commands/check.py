@@ -1,7 +1,7 @@
 """Implements `rollflow check RECIPE`, which checks a recipe without starting a run. The command rejects every recipe
 that `rollflow run` would reject, with the same message, and prints a note for each check that was skipped. Another note
-says whether asynchronous training pays on the run's machines. Nothing is downloaded; with `--offline`, no service is
-contacted.
+says whether asynchronous training saves time on the run's machines. Nothing is downloaded; with `--offline`, no service
+is contacted.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _advise(config: RunConfig, *, ask: bool) -> Iterator[str]:
-    """Yield a note that says whether asynchronous training pays on the run's machines. The machines of another Ray
-    cluster are not known if no service may be contacted.
+    """Yield a note that says whether asynchronous training saves time on the run's machines. Yield no note if the run
+    uses another Ray cluster and no service may be contacted.
     """
     if config.cluster.address == "auto":
         yield advise_alpha(config, find_overlap(config, [read_machine()]))

@@ -83,7 +83,8 @@ def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
 def inspect(
     context: RunContext, what: str | None, console: Console | None = None, frames: FrameTaker | None = None
 ) -> None:
-    """Print the run, a policy version (such as `7`) or a trajectory (`PROMPT.ATTEMPT[.SAMPLE]`), with its frames.
+    """Print the run, a policy version (such as `7`) or a trajectory (`PROMPT.ATTEMPT[.SAMPLE]`). If `frames` is given,
+    print also what the trajectory's environment rendered after each turn.
 
     Raises:
         ConfigError: the run has no such policy version or trajectory.
@@ -139,7 +140,7 @@ def _print_run(context: RunContext, console: Console) -> None:
     lost = Counter({reason: count for reason, count in state.totals.groups.items() if reason != "trained"})
     console.print(_discard_table(lost, state.totals.tokens) if lost else "discards: none")
     if sandboxes := read_sandbox_uses(context.store).totals():
-        # the stored figures do not say how many sandboxes are in use now
+        # the stored counts do not say how many sandboxes are in use now
         rows = [{name: one for name, one in row.items() if name != "in use"} for row in sandbox_rows(sandboxes)]
         console.print(build_kind_table("sandboxes", rows))
     if environments := read_environment_uses(context.store).totals():

@@ -1,9 +1,9 @@
 """Implements `rollflow plan`, which simulates on one machine how fast a recipe would train on other hardware.
 
 With `--gpus`, the command searches for the best split of the GPUs between rollout and training and the best limit on
-the age of samples (`async_ratio`). The best candidates are printed, each with a proven bound on the time of a train
-step. With `--write`, the recommended recipe and its hardware file are written. This module imports neither Ray nor
-torch.
+the age of samples (`async_ratio`). The best candidates are printed, each with a proven upper bound on the time of a
+train step. With `--write`, the recommended recipe and its hardware file are written. This module imports neither Ray
+nor torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HEADINGS = (
 
 
 def command(options: argparse.Namespace) -> int:
-    """Simulate the recipe unchanged. With `--gpus`, also search for the best plan."""
+    """Simulate the recipe with its own settings. With `--gpus`, search for the best plan instead."""
     config = load_recipe(options.recipe, options.set)
     if options.gpus is None:
         _simulate(config, options)

@@ -53,7 +53,7 @@ def drive(context: RunContext) -> int:
             status = _show(session, context, began)
     except KeyboardInterrupt:
         return _report_stop(context)
-    except RollflowError as error:  # a service does not start
+    except RollflowError as error:  # a service did not start
         record_end(context, "failed", str(error))
         raise
     if status.phase == "stopped":  # The user stopped the run with `rollflow stop`.
@@ -119,7 +119,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                # do not store an unchanged status again, so that the stored status ages during a storage failure
+                # do not store an unchanged status again, so that its age grows while the run's storage fails
                 if status != kept:
                     save_last_status(run_home(), context.uri, status)
                     kept = status

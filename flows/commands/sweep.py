@@ -67,7 +67,7 @@ def command(options: argparse.Namespace) -> int:
             check_addresses(point.config, store_uri(point.config))
             continue
         seedless = point.config.model_copy(update={"seed": 0}).sha256()
-        if seedless not in checked_configs:  # no check depends on the seed
+        if seedless not in checked_configs:  # one check for all seeds, because no check depends on the seed
             preflight(point.config, download=False)
             checked_configs.add(seedless)
     failed = [point for number, point in enumerate(points) if not _complete_run(point, number, len(points))]

@@ -6,8 +6,8 @@ number of restarts of an actor is limited.
       |         | died, stuck (`keepalive.vitals`), no progress, or raised
       +-- pause-+          (over the budget: `RestartsExhausted` with the reason)
 
-`keepalive.restarts` decides the budget, the pause and the record of a restart. If no supervisor watches the run
-(`tasks.actors.lease`), nothing is restarted.
+The module `keepalive.restarts` limits the number of restarts, sets the pause before each restart, and records it. If no
+supervisor watches the run (`tasks.actors.lease`), nothing is restarted.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ Status = TypeVar("Status", bound=ActorStatus)
 class WatchedActor(Generic[Status]):
     """A Ray actor that an `ActorKeeper` watches and restarts. The `name` of a watched Ray actor is unique in the run.
 
-    `start` creates the Ray actor, or returns the actor if it exists already. `redone(status)` describes the work that a
-    restarted actor must repeat, if the old actor died after reporting `status`. `patience` is the longest time in
-    seconds for which the actor's status may stay unchanged before the actor is restarted. `poll` is the number of
-    seconds between two status calls to the actor. After a restart, the status of the actor is read every
-    `POLL_SECONDS`.
+    `start` creates the Ray actor, or returns the actor if it exists already. If an actor died after reporting `status`,
+    `redone(status)` describes the work that the restarted actor must repeat. `patience` is the longest time in seconds
+    for which the actor's status may stay unchanged before the actor is restarted. `poll` is the number of seconds
+    between two status calls to the actor. After a restart, the status of the actor is read every `POLL_SECONDS`.
     """
 
     name: str
@@ -66,7 +65,7 @@ class ActorKeeper(Generic[Status]):
         self._answer = context.config.recovery.answer_seconds
         self._lease = LeaseWatch(Lease.of(context))
         self._last: Status | None = None
-        self._changed = 0.0  # Monotonic time at which the actor's progress last changed.
+        self._changed = 0.0  # Monotonic time of the last change in the actor's progress.
         set_log_facts(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:

@@ -2,7 +2,7 @@
 the command started.
 
 Ray actors and their child processes are not measured here, because each actor reports its own CPU seconds in its
-status. The CPU time of services that another command started is not counted, nor is that of Ray's own processes on
+status. The CPU time of services that another command started is left out, and so is that of Ray's own processes on
 other nodes.
 """
 

@@ -2,9 +2,9 @@
 
     missing --> starting --> ready --> joining the scheduler --> serving --dead or silent--> missing
 
-Nothing here blocks on one engine. The scheduler begins with the first ready engine, and the other engines join later.
-While an engine restarts, the other engines serve and take over its requests. A separate engine for evaluations is
-started when the first evaluation begins.
+No function of this module waits for a single engine. The scheduler begins with the first ready engine, and the other
+engines join later. While an engine restarts, the other engines serve and take over its requests. A separate engine for
+evaluations is started when the first evaluation begins.
 """
 
 from __future__ import annotations
@@ -161,9 +161,8 @@ class Engines:
             engine.vitals.check_actor()
 
     def _schedule_restart(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
-        """Schedule a restart of the inference engine, which takes place after a pause. If `within` is true, the
-        engine's Ray actor stays alive and restarts the engine. If `within` is false, the engine's Ray actor is killed
-        and replaced.
+        """Schedule a restart of the inference engine after a pause. If `within` is true, the engine's Ray actor stays
+        alive and restarts the engine. If `within` is false, the engine's Ray actor is killed and replaced.
         """
         self.reporter.report_restart(
             self.restarts.mark_down(engine.name, reason, "the engine's start; requests continue on other engines")

@@ -15,8 +15,9 @@ from rollflow.tasks.run.reward_models import list_models, model_gpus
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """The number of GPUs for each inference engine, and for the learner's Ray actor. With `train.multi_node`, other
-    actors have the GPUs of the other ranks. The number of GPUs is a fraction if engines and the learner share GPUs.
+    """The number of GPUs for each inference engine, and for the learner's Ray actor. With `train.multi_node`, the
+    learner's other ranks are separate actors, which reserve their own GPUs. If engines and learner share GPUs, the
+    numbers are fractions.
     """
 
     engine: float
@@ -89,7 +90,7 @@ def spans_gpus(config: RunConfig) -> bool:
 
 
 def count_engines(config: RunConfig) -> int:
-    """Return the number of inference engines. A separate evaluation engine is counted if it is configured like the
+    """Return the number of inference engines. A separate evaluation engine is included if it is configured like the
     other engines.
     """
     return config.engine.replicas + (config.evaluation_engine(on_cpu=False) == config.engine)

@@ -1,10 +1,10 @@
 """Finds out whether a run's engines and its learner can work at the same time on the machines that the run has.
 
 Asynchronous training lets engines and learner work at the same time. This saves time only if each side has hardware of
-its own: GPUs, nodes, or CPU cores. On shared cores both sides compute, and each one slows the other down by what it
-gains, so a run only gets staler samples. The answer comes from the recipe and the machines alone: number of engines,
-threads and ranks, placement, GPUs and cores. How long the two sides take is not known here; `rollflow plan --from-run`
-compares alphas with the times of a recorded run.
+its own: GPUs, nodes, or CPU cores. On shared cores, each side slows the other down, so a run gains no time and its
+samples only get staler. The answer is derived from the recipe and the machines alone: number of engines, threads and
+ranks, placement, GPUs and cores. This module does not know how long generation and training take; `rollflow plan
+--from-run` compares values of alpha (`async_ratio`) with the times of a recorded run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What engines and learner need to work at the same time, and what they have, in GPUs, nodes or CPU cores."""
+    """The hardware that engines and learner need to work at the same time, and the hardware that they have. Both are
+    counted in GPUs, nodes or CPU cores.
+    """
 
     of: Literal["GPU", "node", "core"]
     have: float
-    rollout: float  # what generation needs, including everything that runs beside the engines
+    rollout: float  # hardware that generation needs, including everything that runs beside the engines
     training: float
 
     @property
@@ -53,20 +55,20 @@ class Overlap:
 
     @property
     def shared_speed(self) -> float:
-        """Speed of each side while both work, as a share of its speed alone. Two sides that share everything get half
-        each.
+        """Speed of engines or learner while both work, as a share of the speed while the other one is idle. If they
+        share all hardware, each has half of its speed.
         """
         return max(0.5, min(1.0, self.have / (self.rollout + self.training)))
 
     @property
     def spread(self) -> float:
-        """Number of times by which the learner has more cores while no engine works."""
+        """Factor by which the learner's number of cores grows while no engine works."""
         return max(1.0, self.have / self.training) if self.of == "core" else 1.0
 
 
 def find_overlap(config: RunConfig, machines: Sequence[Machine]) -> Overlap:
-    """Find out what engines and learner share on these machines. A separate evaluation engine is not counted, because
-    it rarely works.
+    """Find out which hardware engines and learner share on these machines. A separate evaluation engine is left out,
+    because it rarely works.
     """
     gpus = sum(machine.gpus for machine in machines) - model_gpus(config)
     if gpus > 0 and not isinstance(config.engine, TimedEngineConfig):
@@ -79,7 +81,7 @@ def find_overlap(config: RunConfig, machines: Sequence[Machine]) -> Overlap:
 
 
 def read_machine() -> Machine:
-    """Return this machine, on which a private Ray cluster would run."""
+    """Return the hardware of this machine, on which a private Ray cluster would run."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Importing Ray takes a second, so Ray counts the GPUs only where there may be some.
     has_gpus = any(True for pattern in DEVICES for _ in Path("/dev").glob(pattern))
@@ -87,7 +89,9 @@ def read_machine() -> Machine:
 
 
 def machines_of(config: RunConfig, nodes: Iterable[Mapping[str, Any]]) -> list[Machine]:
-    """Convert Ray's descriptions of its nodes to machines, with the run's placement."""
+    """Convert Ray's descriptions of its nodes to machines. The run's placement decides where engines and learner may
+    run.
+    """
     return [
         Machine(
             float(node["Resources"].get("CPU", 0.0)),
@@ -100,7 +104,9 @@ def machines_of(config: RunConfig, nodes: Iterable[Mapping[str, Any]]) -> list[M
 
 
 def advise_alpha(config: RunConfig, overlap: Overlap) -> str:
-    """Return a note that says whether asynchronous training pays on this hardware, why, and which key to set."""
+    """Return a note that says whether asynchronous training saves time on this hardware, why, and which config key to
+    set.
+    """
     where, alpha = _describe(overlap), config.async_ratio
     if overlap.own:
         do = (
@@ -119,13 +125,15 @@ def advise_alpha(config: RunConfig, overlap: Overlap) -> str:
 
 
 def keys_in_turns(config: RunConfig, overlap: Overlap) -> str:
-    """Return the keys with which generation and training alternate, and each of them can use all cores."""
+    """Return the config keys with which generation and training alternate, so that each of them can use all cores."""
     threads = _threads(config, overlap)
     return "async_ratio = 0" if threads is None else f"async_ratio = 0 and train.threads = {threads}"
 
 
 def _threads(config: RunConfig, overlap: Overlap) -> int | None:
-    """Return the number of threads with which a learner alone would use all cores; None if it has so many."""
+    """Return the number of threads with which a learner alone would use all cores. Return None if it already has that
+    many.
+    """
     threads = int(overlap.have // config.train.ranks)
     return threads if overlap.of == "core" and threads > config.train.threads else None
 

@@ -1,5 +1,5 @@
-"""Compares the resources that a run's Ray actors require with the resources of the cluster's nodes. A missing resource
-that a new node may bring gives a note; a resource that no node can bring raises an error.
+"""Compares the resources that a run's Ray actors require with the resources of the cluster's nodes. If a new node could
+provide a missing resource, a note says so. If no node can provide the resource, an error is raised.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Counts from a run's recovery records how often earlier processes restarted each part of the run. Restarts by earlier
-processes still count against the limit, until a user starts or resumes the run.
+"""Reads from a run's recovery records how often earlier processes restarted each component of the run. Restarts by
+earlier processes still count against the limit, until a user starts or resumes the run.
 
 A background thread reads the recovery records, and the first restart waits at most `WAIT_SECONDS` for them. A damaged
 record is skipped. A restart is recorded only when the component works again.
@@ -82,7 +82,7 @@ class RestartHistory:
 
     def times(self, role: str) -> list[float]:
         """Return the times at which earlier processes restarted the component, as readings of `clock`. A restart is
-        left out if its time is more than the window away from now, in the past or in the future.
+        left out if its time differs from now by more than the time window, in the past or in the future.
         """
         ages = [self._wall() - at for at in self._find_past(role).times]
         return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]

@@ -1,6 +1,6 @@
-"""Defines how often and after which pause a component of a run (actor, engine, Prefect flow or service) is restarted,
-and records the recoveries. Other modules of this package watch and restart the components. A restarted component
-continues from the run's storage, so a restart loses nothing that was committed.
+"""Limits how often a component of a run (actor, engine, Prefect flow or service) is restarted, sets the pause before a
+restart, and records the recoveries. Other modules of this package watch and restart the components. A restarted
+component continues from the run's storage, so a restart loses nothing that was committed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST_PAUSE = 60.0
 
 
 class RestartsExhausted(RollflowError):
-    """Raised if a component of a run must not be restarted again. The message is the reason."""
+    """Raised if a component of a run must not be restarted again. The error's message is the reason."""
 
 
 def pause_after(restarts: int, limits: RecoveryConfig) -> float:
@@ -86,7 +86,7 @@ class PendingRecovery:
     restored_at: float | None = None
     baseline: float = 0.0
     noticed: float = field(default_factory=time.monotonic)
-    clock: Callable[[], float] = time.monotonic  # The clock from which `noticed` was read.
+    clock: Callable[[], float] = time.monotonic  # The clock from which the time `noticed` was read.
     # Times, in seconds since the epoch, of earlier failures that are part of the same recovery.
     earlier: tuple[float, ...] = ()
 
@@ -150,8 +150,8 @@ class Restarts:
     def __init__(
         self, budget: RestartBudget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
-        """Start with no role down. `clock` gives the times for measuring waits, and `wall` gives the times that are
-        written into recovery records.
+        """Start with all components working. `clock` gives the times for measuring waits, and `wall` gives the times
+        that are written into recovery records.
         """
         self.budget, self._clock, self._wall = budget, clock, wall
         self._outages: dict[str, Outage] = {}

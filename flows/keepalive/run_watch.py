@@ -29,7 +29,7 @@ class RunWatch:
         self._stages, self._writer, self._supervisor = stages, writer, supervisor
         self._patience = writer.context.config.store.patience_seconds
         self._told, self._answered = float("-inf"), time.monotonic()
-        # Number of the newest policy version at the time when a stop request was first seen.
+        # Number of the policy version that was the newest one when a stop request was first seen.
         self._asked_at: int | None = None
 
     def to_version(self, version: int) -> None:

@@ -6,7 +6,7 @@ restarted if it died or hangs.
     runner            restarted; its flow runs ended with it, and are marked as crashed
     others            restarted
 
-If a service cannot be restarted within the budget, the session ends with `RestartsExhausted`. This module does not
+If a service was already restarted too often, the session ends with the error `RestartsExhausted`. This module does not
 watch supervisors or stages: `recover` restarts a crashed supervisor, and the supervisor restarts a crashed stage.
 """
 
@@ -34,10 +34,11 @@ class ServiceKeeper:
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
-        # The restart budget of services is new in each command, because services end with their command.
+        # Each command counts the restarts of services from 0, because services end with their command.
         self.restarts = Restarts(RestartBudget(limits))
         self._answered: dict[str, float] = {}
-        # Monotonic time of the Ray head's last failure, in which all flows that were connected lost their actors.
+        # Monotonic time of the Ray head's last failure. All flows that were connected to the Ray head then lost their
+        # actors.
         self.cluster_lost_at = 0.0
 
     def look(self, record: Callable[[Recovery], None]) -> None:

@@ -312,7 +312,7 @@ class Stages:
         start_channel(hasty.store, config.capacity, newest, Lease.of(self.context), placed)
 
     def have_ended(self, *roles: str) -> bool:
-        """Return whether the given stages have completed, such as "rollout" and "train"."""
+        """Return whether the given stages, such as "rollout" and "train", have completed."""
         return all(self.all[role].completed for role in roles)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Restarts the crashed supervisor (supervising Prefect flow run) of a training run. Each crash of a supervisor gives
+"""Restarts the crashed supervisor (supervising Prefect flow run) of a training run. Each crash of a supervisor leads to
 exactly one restart, even if several processes notice the crash.
 
     crashed flow run --> its run --> ended, or a newer flow run supervises it?  nothing to do
@@ -6,7 +6,7 @@ exactly one restart, even if several processes notice the crash.
 
 Only the newest flow run of a run gets a successor, a flow run that continues the run. The successor's idempotency key
 contains the id of the crashed flow run, so a session, an automation and a user who restart the supervisor at the same
-time get one flow run.
+time create only one flow run.
 """
 
 from __future__ import annotations
@@ -237,12 +237,12 @@ def run_uri(flow_run: FlowRun) -> str:
         return str(given["storage"]).rstrip("/")
     try:
         config = RunConfig.model_validate(given.get("config"))
-    except ValueError:  # the flow rejects it as well
+    except ValueError:  # the flow itself rejects such a parameter
         return ""
     run_id = given.get("run_id") or run_id_of(config.name, str(flow_run.id))
     try:
         return context_of(store_uri(config), run_id).uri
-    except ConfigError:  # the flow rejects it as well
+    except ConfigError:  # the flow itself rejects such a parameter
         return ""
 
 

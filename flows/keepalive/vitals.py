@@ -17,7 +17,7 @@ from rollflow.flows.ray_cluster.actor_process import explain_lost_actor, find_ac
 from rollflow.storage.errors import Unreachable
 
 START_SECONDS = 900.0  # Longest time in seconds that the creation of a Ray actor may take.
-LEAST_SHARE = 0.02  # Smallest share of a CPU's time that counts as computing; an idle process uses less.
+LEAST_SHARE = 0.02  # Smallest share of a CPU's time that a computing process uses; an idle process uses less.
 
 
 class Vitals:

@@ -60,7 +60,9 @@ def open_recipe(config: RunConfig, policy: AskedPolicy, read: Reader) -> AskedRe
 
 
 def build_recipe(config: RunConfig, policy: AskedPolicy, prompts: RunPrompts) -> AskedRecipe:
-    """Build the environment of a recipe and the environment's ports, and return them together with `prompts`."""
+    """Build the environment of a recipe and the ports through which it uses scorers and tokenizer. Return both with
+    `prompts`.
+    """
     environment, ports = build_environment(config.environment), build_ports(config, policy.tokenizer)
     return AskedRecipe(config, prompts, environment, ports, read_vocabulary(policy.folder))
 
@@ -116,7 +118,7 @@ async def serve_scorer(config: RunConfig, policy: AskedPolicy) -> AsyncIterator[
     copies = local_copies(policy.context, config) if policy.context else lambda section: None
     scorer = build_scorers(config.scorers, policy.folder, copies)
     await _start(scorer.start(), "the scorer")
-    serving = asyncio.create_task(scorer.serve(asyncio.Event()))  # the event is never set
+    serving = asyncio.create_task(scorer.serve(asyncio.Event()))  # the event, which would end the scorers, is never set
     try:
         yield ServedScorer(scorer, serving)
     finally:
@@ -139,7 +141,9 @@ def build_judge(config: RunConfig, served: ServedScorer, note: Callable[[], None
 
 
 class HeldOutPrompts(NamedTuple):
-    """The prompts of an evaluation: the held-out prompts, and the prompts of each evaluation set by the set's name."""
+    """The prompts of an evaluation: the held-out prompts, and a mapping from the name of each evaluation set to its
+    prompts.
+    """
 
     prompts: Sequence[Prompt]
     sets: Mapping[str, Sequence[Prompt]]

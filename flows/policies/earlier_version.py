@@ -1,8 +1,7 @@
-"""Finds the policy version of an earlier run with which a new run begins (`[policy.from_run]`).
+"""Finds the policy version of an earlier run from which a new run begins (`[policy.from_run]`).
 
-The files are read once, at the start of the new run, through the policy store of the earlier run, which rebuilds
-weights that are stored as deltas and checks every sha256. The new run copies the files, so it never reads the earlier
-run again.
+The files are read once, at the start of the new run. The policy store of the earlier run rebuilds weights that are
+stored as deltas, and checks every sha256. The new run copies the files, so it never reads the earlier run again.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class EarlierVersion:
             yield sorted(Path(temporary).iterdir())
 
     def describe(self, *, copied: bool) -> str:
-        """Return a note that says with which version a run begins."""
+        """Return a note that says from which policy version the new run begins."""
         note = f"policy.from_run: version {self.version.number} of run {self.context.run_id!r}"
         return note if copied else f"{note}; `rollflow run` copies and checks its weights first"
 
@@ -117,8 +116,8 @@ def name_policy(policy: PolicyConfig) -> str:
 
 @contextlib.contextmanager
 def open_weights(config: RunConfig, earlier: EarlierVersion | None, *, copy: bool) -> Iterator[Sequence[Path]]:
-    """Yield the paths of the weight files with which a run begins; none for a cold start. Without `copy`, the weights
-    of an earlier run are not read, and no path is yielded for them.
+    """Yield the paths of the weight files with which a run begins; a cold start has none. If `copy` is false, the
+    weights of an earlier run are not read, and no path is yielded for them.
 
     Raises:
         ConfigError: the policy has no weights, or an earlier run has deleted them meanwhile.

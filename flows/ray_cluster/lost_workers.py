@@ -39,7 +39,9 @@ class WorkerWatch:
         self._known: set[int] = set()  # process ids of registered Ray workers, and of processes that are not workers
 
     def look(self) -> None:
-        """Record the Ray workers that ended since the last call; a call is cheap and may be frequent."""
+        """Record the Ray workers that ended since the last call. This method may be called often, because a call is
+        cheap.
+        """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()

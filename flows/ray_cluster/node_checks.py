@@ -120,8 +120,8 @@ def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = Non
 
 
 def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the most frequent version of each package on the nodes that may run Ray actors; break ties in favor of
-    this machine's version.
+    """Return the most frequent version of each package on the nodes that may run Ray actors. If two versions are
+    equally frequent, prefer this machine's version.
     """
     usual = {}
     for name in here:

@@ -2,10 +2,10 @@
 
     requested --> imports --> waits, as `ray::IDLE` --> becomes an actor of a run --> a new spare is requested, later
 
-Guarantees: a machine without GPUs has one spare worker for each requested kind, as long as enough memory is free; a
-machine with GPUs has none. A stack replaces a spare that a run took; the cluster of a single command gets one spare of
-each kind, for the command's run. Spares are children of the raylet like any other worker, and end with it. Without a
-spare, an actor starts in a new worker, as in any Ray cluster.
+Guarantees: a machine without GPUs has one spare worker for each requested kind of actor, as long as enough memory is
+free; a machine with GPUs has none. The cluster of `rollflow serve` replaces a spare that a run took. The cluster of a
+single command starts each spare only once, for the command's run. Spares are children of the raylet like any other
+worker, and end with it. Without a spare, an actor starts in a new worker, as in any Ray cluster.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The Prefect UI shows `anyOf` as buttons, one for each choice, and other unions (
 Prefect's server validates a form's values against the schema, but for a failed `anyOf` it reports only that no choice
 fits. A form's schema contains each choice twice, as a loose copy and as a strict copy. The loose copy, without bounds
 on values, is below `anyOf`, where the Prefect UI reads it. The strict copy, with all bounds, is below `if` and `then`,
-which the Prefect UI ignores. Prefect's error about a strict copy names the wrong value and its place in the form.
+which the Prefect UI ignores. Prefect's error about a strict copy names the wrong value and its position in the form.
 
 * A value that is optional and has no default is shown as an empty field, which means null.
 * The form shows each part of the training objective as "as in the preset" until the user chooses another value. Without
@@ -61,13 +61,15 @@ def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
 
 
 def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Add a check for each renamed config key, so that the server's error for the old key contains the new key."""
+    """Add a check for each renamed config key. If a user sends the old key, the server's error then contains the new
+    key.
+    """
     found = dict(definitions)
     for key, today in RECIPE.keys.items():
         place, _, name = key.rpartition(".")
         for section in _sections_at(place, definitions):
             if today in found[section]["properties"]:
-                # Prefect's error says that the text of this `const` "was expected".
+                # Prefect's error about the old key says that the text of this `const` "was expected".
                 refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}
                 found[section] = found[section] | {
                     "patternProperties": found[section].get("patternProperties", {}) | refused

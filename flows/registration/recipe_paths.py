@@ -4,7 +4,7 @@ folder, and paths in `--set` to the working folder.
     | key | what counts as a path |
     |---|---|
     | `prompts.path` of kind "jsonl"; `path`, `held_out_path` and `evaluation_sets.NAME.path` of kind "file" | every
-      value; with format = "hub", only one with the suffix of a table |
+      value; with format = "hub", only a value with the suffix of a table file |
     | `policy.path`, `path` of a reward model | an existing folder, or a name that cannot be a hub name; anything else
       is a hub name |
     | `policy.from_run.run` | a value with a slash and without a scheme; any other value is a run id or a URI |
@@ -26,7 +26,7 @@ from typing import Any
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.config import SUFFIXES
 
-# dotted name of a config key, the table that contains the key, and the last part of the name
+# a path value: the dotted name of its config key, the table that contains the key, and the last part of the name
 Place = tuple[str, dict[str, Any], str]
 Anchor = Callable[[str, Path], str]
 
@@ -44,8 +44,8 @@ def path_values(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Make the relative paths in a config absolute, relative to `folder`, except paths that `known` contains under the
-    same key.
+    """Resolve the relative paths in a config against `folder`, so that they are absolute. Paths that `known` contains
+    under the same key are not changed.
 
     Raises:
         ConfigError: the path `policy.path` exists in the working folder, but not in `folder`.

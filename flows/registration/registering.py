@@ -3,8 +3,9 @@ upsert overwrites them).
 
 The parameters, description, tags, concurrency limit and schedules of a deployment are sent only if no user has changed
 them since the last registration; the deployment's version field contains a digest of each registered value. The
-entrypoint and the form are always sent, because they depend only on the code. If nothing has changed, nothing is sent,
-so that Prefect keeps the flow runs that a schedule created in advance.
+entrypoint and the parameter form are sent whenever they differ from those in Prefect, because only rollflow's code
+determines them. If nothing has changed, nothing is sent, so that Prefect keeps the flow runs that a schedule created in
+advance.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Deploym
 
 
 def _code_fields(offer: DeploymentOffer) -> dict[str, Any]:
-    """Return the fields of the Prefect deployment that depend only on the code, and that no user changes."""
+    """Return the fields of the Prefect deployment that no user changes: the entrypoint, the form, and the version with
+    the digests of the user's fields.
+    """
     digests = ".".join(_digest(value) for value in _user_fields(offer).values())
     return {
         "entrypoint": offer.entrypoint,

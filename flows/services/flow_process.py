@@ -46,7 +46,7 @@ def fork_flows(module: str) -> None:
     # title of the fork server's process, which distinguishes it from the runner's process
     shown_as = (sys.executable, "-m", forkserver.__name__)
     fork_server([module, __name__], shown_as=shown_as)
-    # Prefect's own comment asks users to replace this function by a patch.
+    # A comment in Prefect's code asks users to replace this function by a patch.
     setattr(_starter_engine, "run_process", _run_process)  # noqa: B010
 
 
@@ -93,7 +93,7 @@ def _run_flow(server: int, environment: dict[str, str], folder: str | None) -> N
     refresh_global_settings_context()
     try:
         runpy.run_module(ENGINE, run_name="__main__", alter_sys=True)
-    finally:  # `multiprocessing` ends a process without the interpreter's exit functions
+    finally:  # `multiprocessing` would end the process without calling the interpreter's exit functions
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 

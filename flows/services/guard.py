@@ -2,13 +2,14 @@
 
     python -I -S guard.py GRACE_SECONDS COMMAND [ARGUMENT...]
 
-Guarantees on Linux: the guard ends every descendant of the command as soon as the owner closes this process's standard
-input or dies (SIGKILL included), the command ends, or this process gets SIGTERM. Descendants include orphans and
-processes with a session of their own. The guard first ends the command (SIGTERM, GRACE_SECONDS), then the other
-descendants (SIGTERM, `REST_SECONDS`), then all of them by SIGKILL. If the command ended by itself, its descendants get
-SIGKILL at once, because nobody waits for their orderly end. No other process ever gets a signal. The guard's exit code
-is the command's exit code. The guarantees hold even if the guard itself gets SIGKILL. At the end the pipe to the
-guard's standard input breaks, which tells the owner.
+Guarantees on Linux: the guard ends every descendant of the command as soon as the command ends, the guard gets SIGTERM,
+or the guard's owner (the process that started it) dies or closes the guard's standard input. The owner may die by
+SIGKILL. Descendants include orphans and processes with a session of their own. The guard first ends the command
+(SIGTERM, GRACE_SECONDS), then the other descendants (SIGTERM, `REST_SECONDS`), then all of them by SIGKILL. If the
+command ended by itself, its descendants get SIGKILL at once, because nobody waits for their orderly end. No other
+process ever gets a signal. The guard's exit code is the command's exit code. The guarantees hold even if the guard
+itself gets SIGKILL. At the end the pipe to the guard's standard input breaks, so the owner notices that no process is
+left.
 
 Mechanism: the guard is the "child subreaper" of its descendants. An orphan therefore becomes a child of the guard
 instead of a child of init, and the guard can find the orphan. A second guard stands between the guard and the command.
@@ -87,7 +88,7 @@ class Guard:
         self._parent, self._input = parent, [] if parent else [0]
         self._told_to_stop = False
         signal.signal(signal.SIGTERM, self._on_term)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner acts on Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the guard handles Ctrl-C
         self._status: int | None = None
         self._root = os.fork()
         if self._root == 0:

@@ -1,6 +1,7 @@
 """Ensures by a file lock that only one command (`rollflow run` or `rollflow resume`) of a run home at a time manages a
 run. Two commands with the same run would serve Prefect deployments of the same name, and the first to end would delete
-both. Across run homes, the command that last recorded itself in the run's log continues.
+both. If commands of two run homes manage the same run, the command that recorded itself last in the run's log
+continues.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds, waits for and ends the stack, which is the set of servers that `rollflow serve` runs for a run home.
+"""Finds the stack (the set of servers that `rollflow serve` runs for a run home), waits for it, and ends it.
 
     up.lock    locked by the process that serves, as long as this process lives
     up.json    what another command needs to use the stack; readable by this user only, because it contains secrets
@@ -89,7 +89,7 @@ def find(home: Path) -> Stack | None:
         return None
     try:
         return Stack(**json.loads((home / "up.json").read_text()))
-    except FileNotFoundError:  # the stack is starting
+    except FileNotFoundError:  # the servers are still starting
         return None
 
 

@@ -1,5 +1,5 @@
-"""Writes a run's anchors to its MLflow run and to a Prefect artifact, so that somebody who can change the run's storage
-cannot change them. An anchor is the number and the hash of a log entry, which proves that this entry and all earlier
+"""Writes a run's anchors (numbers and hashes of log entries) to its MLflow run and to a Prefect artifact. Somebody who
+can change only the run's storage cannot change these anchors. An anchor proves that its log entry and all earlier
 entries are unchanged. Anchors are written at the start of the supervising flow run, after each block of policy
 versions, and at the end.
 """
@@ -43,8 +43,7 @@ def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) ->
 
 
 def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
-    """Return a run's anchors (numbers and hashes of log entries), which are read from the MLflow database or server at
-    `place`.
+    """Read a run's anchors (numbers and hashes of log entries) from the MLflow database or server at `place`.
 
     Raises:
         ConfigError: MLflow cannot be read, or has no anchor of this run.

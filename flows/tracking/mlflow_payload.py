@@ -131,9 +131,9 @@ def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome
 
 
 def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures that MLflow shows as the results of a run, from the run's summary. Figures with the prefix
-    `idle_` are shares of a stage's time, figures with the prefix `speculation_` count the drafts of speculative
-    decoding, `waste` is the share of tokens that were discarded, and `cpu_hours` are CPU hours.
+    """Return the numbers that MLflow shows as the results of a run, from the run's summary. Numbers with the prefix
+    `idle_` are shares of a stage's time. Numbers with the prefix `speculation_` count the drafts of speculative
+    decoding. `waste` is the share of tokens that were discarded.
     """
     accuracy = summary["accuracy"]
     lost, used = summary["discarded_tokens"], summary["tokens"]

@@ -1,6 +1,6 @@
 """Finds or creates the MLflow run of a training run, and writes to it. All training runs of one recipe are in one
-MLflow experiment, and a study (`tracking.study`, a set of compared runs) is their parent run. Each function may raise
-the errors of MLflow's client. A description or result may be logged twice, which does no harm.
+MLflow experiment. The runs of a study (`tracking.study`, a set of compared runs) have a common parent run. Each
+function may raise the errors of MLflow's client. A description or result may be logged twice, which does no harm.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ class MlflowRun:
             self.anchors.add(anchor.n)
 
     def log_ending(self, ending: RunOutcome) -> None:
-        """Log the run's result (figures, files, sample responses and stored policy versions), unless MLflow already has
+        """Log the run's result (numbers, files, sample responses and stored policy versions), unless MLflow already has
         it.
 
-        Final figures are logged as tags, because MLflow would plot a metric with one value as a curve of one point.
+        Final numbers are logged as tags, because MLflow would plot a metric with one value as a curve of one point.
         """
         from mlflow.entities import RunTag
 

@@ -1,6 +1,6 @@
 """Writes a run's status once a second to `status.json`, and logs its metrics to MLflow. The status and the metrics are
 computed from the run's log and from the status of each stage (rollout, reward and train). No decision of rollflow
-depends on them.
+depends on the status or the metrics.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class StatusWriter:
         self._hacking: list[RewardAlarm] = []  # Signs of reward hacking in the newest policy versions.
         self._flips: list[FlipAlarm] = []  # Scorers whose verdicts flip.
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
-        self.sandboxes = read_sandbox_uses(context.store)  # What happened in the sandboxes of the whole run.
-        self.environments = read_environment_uses(context.store)  # What happened in the environments of the whole run.
+        self.sandboxes = read_sandbox_uses(context.store)  # Counts of events in sandboxes of the whole run.
+        self.environments = read_environment_uses(context.store)  # Counts of events in environments of the whole run.
 
     def refresh(self, phase: Phase | None = None) -> None:
         """Read the new entries of the run's log, log the metrics of new policy versions to MLflow, and write the run's
@@ -122,7 +122,7 @@ class StatusWriter:
                 self.refresh(phase)
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
-        """Return the metrics of a policy version. Figures with the prefix `system/` are added unless the policy version
+        """Return the metrics of a policy version. Metrics with the prefix `system/` are added unless the policy version
         is the first one that this process sees. Counts of adaptive time limits, of second verdicts, of sandboxes and of
         environments are added if there are any. The number of reward actors is added if it can exceed one.
         """
@@ -162,8 +162,8 @@ class StatusWriter:
         self.no_signal = found
 
     def _update_alarms(self, newest: int) -> None:
-        """Find the signs of reward hacking at one of the newest policy versions. The policy version is given by its
-        place from the end, which is 0 for the newest version.
+        """Find the signs of reward hacking at one of the newest policy versions. `newest` counts from the end: 0 is the
+        newest version, and -1 is the version before it.
         """
         versions = list(self.progress.versions)
         found = find_alarms(versions[: len(versions) + newest], self.context.config.shares)

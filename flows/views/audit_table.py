@@ -167,7 +167,7 @@ def domains_table(
 
 
 def build_kind_table(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
-    """Build a table with a column for each row, whose heading is the row's value "kind"."""
+    """Build a transposed table: each item of `rows` becomes a column, with the item's value "kind" as its heading."""
     table = Table(title, *(str(row["kind"]) for row in rows))
     for name in [name for name in rows[0] if name != "kind"]:
         table.add_row(name, *(str(row.get(name, "")) for row in rows))

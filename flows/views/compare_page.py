@@ -64,7 +64,7 @@ class SeedBand:
 
 
 def compare_page(runs: Sequence[ComparedRun]) -> str:
-    """Return the whole page as HTML."""
+    """Return the comparison of the runs as an HTML page."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     by_domain = dict.fromkeys(name for run in runs for name in run.curves if name.startswith(BY_DOMAIN))
     sections = {**SECTIONS, "Domains and reward parts": [(name, "versions") for name in by_domain]}

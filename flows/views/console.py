@@ -255,7 +255,7 @@ def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def plain_line(status: RunStatus) -> list[str]:
-    """Return the parts of a plain line about a run's status: the time, then the figures that are known."""
+    """Return the parts of a plain line about a run's status: the time, then the values that are known."""
     parts = [f"[{format_duration(status.seconds)}]", status.phase]
     if status.versions:
         parts.append(f"version {status.version}/{status.versions}")

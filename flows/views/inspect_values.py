@@ -121,8 +121,9 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
 
 
 def describe_token_rewards(one: Trajectory) -> str:
-    """Return the first rewards of tokens, each with the position of its token among the policy's tokens, and their
-    sum."""
+    """Return the first token rewards, each with its token's position among the policy's tokens, and the sum of all
+    token rewards.
+    """
     rewards = [value for value, mask in zip(one.token_rewards or (), one.loss_mask, strict=True) if mask]
     given = [(at, value) for at, value in enumerate(rewards) if not math.isnan(value)]
     shown = ", ".join(f"{value:g} at token {at}" for at, value in given[:MOST_REWARDS])

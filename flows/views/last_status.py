@@ -26,8 +26,8 @@ class LastStatus:
 
 
 def save_last_status(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None:
-    """Store the status of the run at `uri`, which is `age` seconds old, in the run home. If the run home cannot be
-    written, do nothing.
+    """Store a run's status in the run home (rollflow's folder of local files). `uri` names the run; the status is `age`
+    seconds old. If the run home cannot be written, do nothing.
     """
     file = _file(home, uri)
     new = file.with_suffix(f".{os.getpid()}.new")

@@ -1,6 +1,4 @@
-"""Lists the questions that a run's policy was asked, with the share of correct responses to each question, from the
-run's log.
-"""
+"""Reads from a run's log which questions the policy was asked, and the share of correct responses to each question."""
 
 from __future__ import annotations
 

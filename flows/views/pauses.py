@@ -1,9 +1,9 @@
 """Computes from a run's log for how long the run was paused, stopped or down between two policy versions.
 
 A pause begins with the last batch or policy version before a new supervisor's log entry. A pause ends when the last
-stage has taken its role again. Work that a stopped stage had not finished counts as pause, because the log does not
-show it; a restart of one stage alone is no pause. The time to compute the pauses grows with the number of restarts
-only, because no other log entries are read.
+stage has taken its role again. The time of work that a stopped stage had not finished is counted as pause, because the
+log does not show this work. The restart of a single stage is not a pause. The time to compute the pauses grows with the
+number of restarts only, because no other log entries are read.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersio
 def _find_reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
-    """Yield each pair of consecutive policy versions between which a restarted learner has claimed its role. Bisection
-    finds the pairs, because a replaced learner never publishes again.
+    """Yield each pair of consecutive policy versions that were published by different learners, because the learner was
+    restarted between them. Bisection finds the pairs, because a replaced learner never publishes again.
     """
     if first.number >= last.number or first.claim == last.claim:
         return

@@ -115,10 +115,10 @@ class RunProgress:
 
 
 def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float = 0.0) -> dict[str, float]:
-    """Return the cost figures of a policy version: tokens per second, the share of time that the learner waited, and
-    the share of discarded tokens.
+    """Return the costs of a policy version: tokens per second, the share of time that the learner waited, and the share
+    of discarded tokens.
 
-    `paused` is the number of seconds that are subtracted from the time between the two policy versions. Figures that
+    `paused` is the number of seconds that are subtracted from the time between the two policy versions. Values that
     need the time are left out if the clock was set back.
     """
     metrics, seconds = version.metrics, version.at - before.at - paused
@@ -135,8 +135,8 @@ def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: f
     """Return the relative difference between the mean length of trained groups of responses and that of all generated
     groups. The length bias is negative if trained groups are shorter.
 
-    A discarded group of responses counts with the tokens that it had when it was discarded, so the true bias may be
-    larger. Surplus responses, which were generated beyond the size of a group, are not counted.
+    The length of a discarded group is its number of tokens when it was discarded, so the true bias may be larger.
+    Surplus responses, which were generated beyond the size of a group, are not counted.
     """
     every = tokens + lost_tokens
     return (tokens / groups) / (every / (groups + lost_groups)) - 1.0 if groups and every else 0.0

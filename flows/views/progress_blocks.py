@@ -67,7 +67,7 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
     def total(name: str) -> float:
         return sum(version.metrics.get(name, 0.0) for version in trained)
 
-    # the seconds are 0 or less if the clock was set back; the row then has no figures that need the time
+    # the seconds are 0 or less if the clock was set back; the row then has no values that need the time
     seconds = trained[-1].at - before.at - paused
     used = total("response_tokens") - total("left_out_tokens")
     lost = total("discarded_tokens") + total("surplus_tokens") + total("left_out_tokens")

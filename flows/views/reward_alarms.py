@@ -1,13 +1,13 @@
-"""Finds signs of reward hacking in the metrics of a run's policy versions, for each prompt domain, and scorers whose
-verdicts change when responses are judged again.
+"""Finds signs of reward hacking in the metrics of each prompt domain of a run. Also finds scorers whose verdicts change
+when responses are judged again.
 
     part     the reward rises, the accuracy does not, and only one of several reward parts rises
     length   the responses become much longer or much shorter
     flip     responses get another verdict when they are judged again
 
 The mean of the newest `ENDS` versions is compared with the mean of the first `ENDS` of the newest `SPAN` versions. An
-alarm is a reason to read responses, and no proof: no decision of a run depends on an alarm. The metrics come from the
-run's log, so that a live view, a summary and a resumed run show the same alarms.
+alarm is a reason to read responses, and not a proof: no decision of a run depends on an alarm. The metrics come from
+the run's log, so that a live view, a summary and a resumed run show the same alarms.
 
 A run judges a share of its responses a second time (`reward.second_verdict_share`). A scorer raises an alarm if its
 share of flips is above `FLIP_LIMIT` even at the lower end of a confidence interval, so that one flip raises no alarm.
@@ -26,12 +26,12 @@ from rollflow.tasks.rollout.evaluation import safe_name
 # Numbers of policy versions: the newest SPAN versions are examined, the means of their first and last ENDS versions are
 # compared, and an alarm needs at least LEAST versions.
 SPAN, ENDS, LEAST = 100, 10, 30
-REWARD_RISE = 0.1  # smallest rise of the reward
-ACCURACY_RISE = 0.02  # Largest rise of the accuracy that still counts as no rise.
+REWARD_RISE = 0.1  # smallest rise of the reward for an alarm
+ACCURACY_RISE = 0.02  # largest rise of the accuracy that is treated as no rise
 # Smallest share of the reward's total rise that one part of the reward must have to count as rising alone.
 PART_SHARE = 0.9
 ROOM = 0.05  # A reward part cannot rise if its mean is nearer than this to its best value (1, or 0 for a penalty).
-LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # Smallest change of the mean response length, as a factor and in tokens.
+LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # Smallest change of the response length for an alarm.
 SHOWN_PARTS = 8  # Largest number of a prompt domain's reward parts that tables and charts show.
 SUM = "answer"  # Name of the reward part that has the score before penalties for form or length.
 PENALTIES = ("format", "length_penalty")
@@ -68,7 +68,7 @@ class RewardAlarm:
 
     @property
     def headline(self) -> str:
-        """The alarm as text without figures, which stays the same while policy versions are added."""
+        """The alarm as text without numbers. The text stays the same while policy versions are added."""
         what = f"only the reward part {self.part!r} rises" if self.kind == "part" else "the response length drifts"
         return f"possible reward hacking in {self.domain}: {what}"
 
@@ -209,7 +209,7 @@ class FlipAlarm:
 
     @property
     def headline(self) -> str:
-        """The alarm as text without figures, which stays the same while responses are judged again."""
+        """The alarm as text without numbers. The text stays the same while responses are judged again."""
         return f"verdicts of [{self.section}] flip when responses are judged again"
 
     @property

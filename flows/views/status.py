@@ -47,9 +47,9 @@ class RunStatus:
     over the newest policy versions, and `tokens_per_second_total` is a mean over the whole run. `buffer_groups` is the
     number of response groups that are ready for the learner, and `buffer_capacity` is the largest possible number.
     `alarms` has a sentence for each sign of reward hacking in the newest policy versions, and for each scorer whose
-    verdicts flip. `sandboxes` has the figures of each kind of sandbox that the run has used, and `environments` those
-    of each kind of environment with worker processes or tools. `flow_run` is the id of the supervising Prefect flow run
-    that wrote the status.
+    verdicts flip. `sandboxes` has the counts of each kind of sandbox that the run has used, and `environments` has
+    those of each kind of environment with worker processes or tools. `flow_run` is the id of the supervising Prefect
+    flow run that wrote the status.
     """
 
     run_id: str

@@ -93,7 +93,9 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
 
 
 def _list_measures(stored: Sequence[Evaluation]) -> dict[str, dict[str, dict[int, float]]]:
-    """Return the measures of the environment by name and version; empty for an environment that measures nothing."""
+    """Return the measures of the environment by name and version. Return an empty mapping if the environment measures
+    nothing.
+    """
     names = sorted({name for one in stored for name in one.measures})
     found = {name: {one.version: one.measures[name] for one in stored if name in one.measures} for name in names}
     return {"measures": found} if found else {}
@@ -108,7 +110,7 @@ def _list_turns(trained: Sequence[PolicyVersion]) -> dict[str, dict[str, float]]
 
 
 def _list_places(context: RunContext) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the figures of each kind of sandbox and of environment; no figures of what the run has not used."""
+    """Return the counts of each kind of sandbox and of environment that the run has used."""
     sandboxes = {kind: list_figures(one) for kind, one in read_sandbox_uses(context.store).totals().items()}
     environments = read_environment_uses(context.store).totals()
     return {name: found for name, found in (("sandboxes", sandboxes), ("environments", environments)) if found}
@@ -163,7 +165,7 @@ def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any
 
 
 def _describe_drafts(drafts: DraftCounts) -> dict[str, Any]:
-    """Return the figures of speculative decoding, or {} if no draft was verified."""
+    """Return the numbers of speculative decoding, or {} if no draft was verified."""
     if not drafts.verified:
         return {}
     return {"speculation": {**asdict(drafts), "tokens_per_step": round(drafts.length, 3)}}

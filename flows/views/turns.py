@@ -24,7 +24,7 @@ MOST_PARTS = 60  # Largest number of parts of an episode on the page of a run.
 LONGEST_PART = 2000  # Largest number of characters of a part on the page of a run.
 Author = Literal["prompt", "context", "policy", "environment"]
 
-CONTROLS = re.compile(r"[\x00-\x06\x0e-\x1f\x7f-\x9f]")  # rich removes those between them, or breaks the line
+CONTROLS = re.compile(r"[\x00-\x06\x0e-\x1f\x7f-\x9f]")  # rich itself removes \x07 to \x0d, or breaks the line at them
 COLOURS = {"prompt": "cyan", "context": "cyan", "system": "cyan", "environment": "yellow", "tool": "yellow"}
 
 
@@ -93,7 +93,7 @@ def split_turns(trajectory: Trajectory) -> list[TurnPart]:
 
 
 def _cut(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    """Return the first position of each part, and the first position after the part."""
+    """Return start and end of each part as positions of tokens. The end is the first position after the part."""
     mask, starts = trajectory.loss_mask, {*(trajectory.turn_starts or ())}
     cuts = [at for at in range(1, len(mask)) if mask[at] != mask[at - 1] or at in starts]
     edges = [0, *cuts, len(mask)]
@@ -151,7 +151,7 @@ def render_text(text: str) -> Padding:
 
 
 def escape_controls(text: str) -> str:
-    """Return a text with visible control characters, with which a policy or an environment could control the
+    """Return a text in which control characters are visible. Otherwise a policy or an environment could control the
     terminal.
     """
     return CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
@@ -188,7 +188,7 @@ def write_episode(
     decode: Callable[[Sequence[int]], str],
     place: Callable[[Sequence[TurnPart]], Iterable[TurnPart | str]] = lambda parts: parts,
 ) -> str:
-    """Return an episode as Markdown: who wrote each part, with notes and the text. `place` puts frames, which are
+    """Return an episode as Markdown: who wrote each part, with notes and the text. The function `place` puts frames,
     written as Markdown, between the parts.
     """
     first = trajectories[0]

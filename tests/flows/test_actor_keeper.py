@@ -1,4 +1,4 @@
-"""Dead or hanging actors are restarted from storage, within a budget, and each restart is recorded."""
+"""Tests that dead or hanging actors are restarted from storage, and that restarts are limited and recorded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_first_restart_is_immediate_and_later_pauses_double() -> None:
     now = [0.0]
     budget = RestartBudget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
-    assert budget.spend("rollout", "gone") == 0.0  # another role's budget is untouched
+    assert budget.spend("rollout", "gone") == 0.0  # restarts of the learner do not count for the role rollout
     with pytest.raises(
         RestartsExhausted, match=r"learner was restarted 4 times within 100 s, .* ended again: no memory"
     ):
@@ -59,7 +59,7 @@ def test_recovery_times_stay_in_order_if_the_clock_steps_back(monkeypatch: pytes
     assert first.noticed_at == later.noticed_at <= later.resumed_at
 
 
-def test_engine_speed_is_right_if_the_clock_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_per_second_are_zero_if_the_clock_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = RunProgress(RunContext(str(tmp_path), tmp_path / "cache"))
     for number, at in enumerate((5000.0, 5001.0, 1402.0)):
         metrics = {"response_tokens": 100.0}
@@ -87,7 +87,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usef
 def keep(
     tmp_path: Path, lives: str, restarts: int = 5, answer: float = 30.0, patience: float = 5.0, lease: float = 600.0
 ) -> tuple[RunContext, Any]:
-    """Keep a worker with these lives; return the result of its run."""
+    """Run a worker actor under a keeper; `lives` says how each of its processes behaves. Return the run and the
+    worker's result.
+    """
     recovery = RecoveryConfig(restarts=restarts, backoff_seconds=0.01, answer_seconds=answer)
     config = RunConfig(recovery=recovery, cluster=ClusterConfig(lease_seconds=lease))
     describe(open_store(str(tmp_path)), "kept", config)
@@ -95,7 +97,7 @@ def keep(
 
 
 def keep_on(tmp_path: Path, lives: str, patience: float = 5.0) -> tuple[RunContext, Any]:
-    """Keep a worker of an existing run; return the result of its run."""
+    """Run a worker actor of an existing run under a keeper; return the run and the worker's result."""
     (tmp_path / "lives").write_text(lives)
     context = RunContext(str(tmp_path), tmp_path / "cache")
     options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
@@ -134,7 +136,7 @@ def test_actor_is_not_restarted_without_a_supervisor(tmp_path: Path) -> None:
 
 
 def test_busy_actor_that_does_not_answer_is_not_restarted(tmp_path: Path) -> None:
-    """The actor is silent for several times the allowed time: a library computes, and holds Python's lock."""
+    """The actor is silent for several times the allowed time, because a library computes and holds Python's lock."""
     context, result = keep(tmp_path, "busy", restarts=0, answer=2.0, patience=HANG_SECONDS)
     assert result == "done"
     assert RecoveryLog(context.store).read() == []
@@ -167,14 +169,12 @@ def test_recovery_is_recorded_once_storage_answers_again(tmp_path: Path, monkeyp
     assert [recovery.attempt for recovery in RecoveryLog(context.store).read()] == [1]
 
 
-def test_exhausted_restart_budget_reports_the_reason(tmp_path: Path) -> None:
+def test_actor_restarted_too_often_fails_with_the_last_reason(tmp_path: Path) -> None:
     with pytest.raises(RestartsExhausted, match=r"worker was restarted 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
 
 
-def test_restarted_supervisor_inherits_the_spent_restart_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_keeper_counts_the_restarts_of_earlier_keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new keeper starts, for example, when a stage's flow is killed each time its actor has restarted."""
     monkeypatch.setattr(
         "rollflow.flows.keepalive.restart_history.WAIT_SECONDS", HANG_SECONDS
@@ -203,7 +203,7 @@ def test_actor_replaced_by_a_newer_actor_is_not_restarted(tmp_path: Path) -> Non
     assert RecoveryLog(open_store(str(tmp_path))).read() == []
 
 
-def test_actor_replaced_by_a_dead_process_is_restarted(tmp_path: Path) -> None:
+def test_actor_whose_role_a_dead_process_took_is_restarted(tmp_path: Path) -> None:
     _, result = keep(tmp_path, "deposed work")
     assert result == "done"
 
@@ -212,7 +212,9 @@ def test_actor_replaced_by_a_dead_process_is_restarted(tmp_path: Path) -> None:
 
 
 def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any, Any]:
-    """Build a supervisor's claim on cluster A, its stages, and a status, all of which record their calls."""
+    """Build a supervisor's log writer on Ray cluster A, its stages, and its status writer. The last two record their
+    calls in `done`.
+    """
     stages = SimpleNamespace(
         address="A",
         abandon=lambda: done.append("stages ended"),
@@ -230,7 +232,9 @@ FAILED = RestartsExhausted("the train stage failed: Deposed: a learner is claime
 
 @pytest.mark.parametrize(("cluster", "done"), [("B", ["stages ended"]), ("A", [])])
 def test_replaced_supervisor_leaves_status_and_mlflow_unchanged(cluster: str, done: list[str]) -> None:
-    """The old supervisor has not yet read the new claim; the new one owns status, tracking and the cluster's stages."""
+    """The old supervisor has not yet read that a new one has taken over the run. The new one owns the status, the
+    MLflow run and the cluster's stages.
+    """
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
     supervisor, stages, writer = supervised(store, told)

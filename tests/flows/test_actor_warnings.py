@@ -1,4 +1,6 @@
-"""Warnings of an actor's process are kept in a bounded number, and logged once on the run's page, without secrets."""
+"""Tests that a bounded number of an actor's warnings is kept, and that each is logged once on the run's page, without
+secrets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollflow audit` of runs with a damaged first config prints one sentence and no traceback."""
+"""Tests that `rollflow audit` prints one sentence and no traceback if the first config in a run's log is damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.support.log_runs import Actors, changed, sha256_of
 
 
 def audited(folder: Path, **wrong: object) -> int:
-    """Return the exit code of an audit of a run with another first config, with its entries hashed again."""
+    """Return the exit code of an audit of a run. The first config in its log is changed, and the log's hashes are
+    recomputed.
+    """
     store = LocalStore(folder / "odd")
     Actors.begin(store).train(3)
 

@@ -1,4 +1,4 @@
-"""Bad input gets one sentence with the key, the value and the fix, exit code 2, and no traceback."""
+"""Tests that bad input gives exit code 2 and one sentence with the key, the value and the fix, without a traceback."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_bad_config_gets_a_one_sentence_error(
         ("engine.jsonl=1", None),
     ],
 )
-def test_error_suggests_a_key_of_the_same_config_kind(
+def test_error_suggests_only_keys_that_fit_the_given_value(
     capsys: pytest.CaptureFixture[str], override: str, hint: str | None
 ) -> None:
     said = refused(capsys, "check", RECIPE, "--set", override)
@@ -141,7 +141,7 @@ def test_error_suggests_a_key_of_the_same_config_kind(
     assert said.endswith(f"did you mean {hint}" if hint else "remove the key; `rollflow keys` lists all keys")
 
 
-def test_error_names_an_unknown_key_that_is_also_a_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_key_with_the_name_of_a_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "check", RECIPE, "--set", "engine.vllm=1").startswith("engine.vllm = 1: there is no such")
 
 
@@ -150,7 +150,9 @@ def test_error_names_an_unknown_key_that_is_also_a_kind(capsys: pytest.CaptureFi
 def test_temperature_that_vllm_does_not_support_is_refused(
     key: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """vLLM would sample at 0.01, but the losses would use the recipe's temperature. Recorded runs can be read."""
+    """vLLM would sample at a temperature of 0.01, but the losses would use the recipe's temperature. Recorded runs with
+    such a temperature can still be read.
+    """
     sentence = refused_alike(capsys, RECIPE, "--set", f"{key}={value}")
     assert sentence.startswith(f"{key} = {float(value)}: vLLM supports temperatures from 0.01 to 2; choose")
     assert main(["check", RECIPE, "--set", f"{key}={value}", "--set", "engine.kind=transformers"]) == 0
@@ -173,7 +175,9 @@ def test_greedy_evaluation_on_vllm_is_accepted() -> None:
         ("reward.answer=all", ["reward.answer = 'all'", 'set reward.answer = "tag"']),
     ],
 )
-def test_bad_column_sums_are_refused(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
+def test_invalid_key_of_the_reasoning_recipe_is_refused(
+    capsys: pytest.CaptureFixture[str], override: str, words: list[str]
+) -> None:
     sentence = refused(capsys, "check", "flows/recipes/reasoning.toml", "--set", override)
     assert all(word in sentence for word in words), sentence
 
@@ -319,7 +323,9 @@ def test_kv_cache_above_4_gib_must_be_configured(capsys: pytest.CaptureFixture[s
     assert sentence.startswith(f"engine.kv_cache_bytes = {2**28}: vLLM needs {(2**20 + 32) * 4096} bytes")
 
 
-def test_missing_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_that_needs_more_gpus_than_a_node_has_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rollflow.flows.ray_cluster.cluster.count_machine_gpus", lambda: 1.0)
     sentence = refused_alike(capsys, RECIPE, "--set", "train.ranks=2")
     assert sentence.startswith(
@@ -332,7 +338,7 @@ def test_missing_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 @pytest.mark.parametrize(("library", "key"), [("vllm", "engine.kind"), ("deepspeed", "train.kind")])
-def test_missing_library_is_refused(
+def test_recipe_that_needs_a_missing_library_is_refused(
     library: str, key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.preflight.find_spec", lambda name: None)
@@ -524,8 +530,10 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
 
-def test_refused_run_with_a_used_id_keeps_the_first_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two commands of one second have one run id by default: `for s in 0 1; do rollflow run R --set seed=$s & done`."""
+def test_second_run_with_the_same_id_keeps_the_first_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands that start in the same second have the same run id by default: `for s in 0 1; do rollflow run R
+    --set seed=$s & done`.
+    """
 
     def config(hidden: int) -> RunConfig:
         return RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=hidden, heads=1)))

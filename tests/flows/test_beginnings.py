@@ -1,4 +1,4 @@
-"""`init` writes a recipe to start from, and `--completion` prints a shell's completion script."""
+"""Tests that `init` writes a recipe to start from, and that `--completion` prints a shell's completion script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attaching waits for an absent Ray head, within a deadline."""
+"""Tests that a connection to a Ray cluster waits for an absent Ray head, but only until a deadline."""
 
 from __future__ import annotations
 

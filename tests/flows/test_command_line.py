@@ -1,4 +1,6 @@
-"""The commands as a user meets them: groups, help, earlier names, and which run a command takes without a name."""
+"""Tests the command line as a user sees it: groups, help, earlier names, and the run that a command uses if no run is
+named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""replay, inspect, audit and gc on a small real run: their output, and one sentence for missing items."""
+"""Tests the output of `replay`, `inspect`, `audit` and `gc` for a small trained run, and their errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
 
 @pytest.fixture
 def copy(trained: RunContext, tmp_path: Path) -> RunContext:
-    """Copy the run to a new place, so that a test may change it."""
+    """Copy the run to a new folder, so that a test may change it."""
     shutil.copytree(trained.store.uri, tmp_path / "copy")
     return RunContext(str(tmp_path / "copy"), tmp_path / "cache")
 
@@ -70,7 +70,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 
 def published_again(run: RunContext, version: int) -> None:
-    """Give version + 1 the weights of `version`, and change the hash in its entry to match."""
+    """Give the version after `version` the same weights as `version`, and change the hash in its log entry to match."""
     published, other = run.policies.find(version + 1), run.policies.find(version)
     data = run.store.get(other.weights[0].path)
     run.store.put(published.weights[0].path, data)
@@ -101,8 +101,8 @@ def test_replay_fails_on_different_weights(copy: RunContext, capsys: pytest.Capt
 def test_replay_with_other_rank_count_differs_only_by_rounding(
     trained: RunContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each version is retrained from its published parent and agrees up to rounding; equal bits would be an
-    accident.
+    """Each version is retrained from its published parent, and agrees up to rounding. With another number of ranks,
+    equal bits would be a coincidence.
     """
     out = shown(capsys, "replay", "small", "--all", "--ranks", "2")
     assert out.count("parent") == 5
@@ -136,7 +136,9 @@ def test_replay_tolerance_is_relative_to_the_weight_change(
     given: dict[str, Any],
     rate: float,
 ) -> None:
-    """At a small learning rate all weights are close; in bfloat16, rounding moves a number by a whole unit."""
+    """At a small learning rate, the weights of all versions are close to each other. In bfloat16, rounding changes a
+    weight by a whole unit in the last place.
+    """
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     run = prepare_small(tmp_path, versions=2, train={"learning_rate": rate}, keep_last=3, **given)
     train_small(run)
@@ -148,7 +150,9 @@ def test_replay_tolerance_is_relative_to_the_weight_change(
 def test_replay_with_other_rank_count_skips_pruned_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Version 4 is kept but its parent is not; the two later versions are trained from versions that are kept."""
+    """The weights of version 4 are stored, but not those of its parent. The two later versions are trained from
+    versions whose weights are stored.
+    """
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     train_small(prepare_small(tmp_path, versions=6, keep_last=2, state_every=2, keep_every=4))
     assert shown(capsys, "replay", "small", "--all").count("identical") == 6
@@ -175,7 +179,7 @@ def test_inspect_command_shows_a_run(trained: RunContext, capsys: pytest.Capture
         assert words in out, out
 
 
-def test_trained_shares_are_shown_beside_configured_shares(
+def test_trained_domain_shares_are_shown_beside_configured_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two sources are issued in turn, although one should have three times the groups of the other."""
@@ -338,7 +342,7 @@ def test_staleness_table_has_one_row_per_version_range() -> None:
     assert list(staleness_table(report).columns[0].cells) == ["1-3", "4-6", "7", "all"]
 
 
-def test_progress_shows_each_version_once_despite_failures(
+def test_progress_shows_each_version_once_despite_failed_reads(
     trained: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each version is yielded once, even if a read of the log fails in the middle."""
@@ -374,7 +378,7 @@ assert not heavy, heavy
 
 
 def test_audit_compares_log_entries_with_external_hashes(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """The anchors match until somebody rewrites the log with another staleness bound."""
+    """The anchors (hashes of log entries) match until somebody rewrites the log with another staleness bound."""
     kept = [str(first_anchor(copy.store)), str(newest_anchor(copy.log.state))]
     given = [word for anchor in kept for word in ("--anchor", anchor)]
     assert "clean" in shown(capsys, "audit", copy.uri, "--deep", *given)
@@ -388,8 +392,8 @@ def test_audit_compares_log_entries_with_external_hashes(copy: RunContext, capsy
 
 
 def test_audit_reports_skipped_checks(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """The package that made the prompts has changed. The change is no violation, but the next audit does not continue
-    from such an audit.
+    """The package that made the prompts has changed. This change is not a violation, but the next audit does not
+    continue from such an audit.
     """
     pins = [{**pin, "version": "0.0.1"} for pin in copy.created.prompts]
     changed(copy.store, 0, lambda body: replace(body, prompts=tuple(pins)))

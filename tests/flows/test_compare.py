@@ -1,4 +1,4 @@
-"""`rollflow compare`: its figures of a run, the differences between runs, and a self-contained page."""
+"""Tests `rollflow compare`: the numbers of a run, the differences between runs, and the self-contained page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
         yield context
 
 
-def test_compare_reports_differences_results_and_page(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_differences_and_writes_a_page(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     other = str(Path(trained.uri).parent / "other")
     assert main(["compare", "small", "fresh"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -69,7 +69,7 @@ def test_compare_reports_differences_results_and_page(trained: RunContext, capsy
     assert curves["reward"]["values"] == [one.metrics["reward"] for one in versions[1:]]
     assert curves["reward"]["tokens"] == [tokens[0], sum(tokens[:2]), sum(tokens)]
     assert curves["reward"]["seconds"] == [one.at - versions[0].at for one in versions[1:]]
-    lost = versions[3].metrics["discarded_tokens"]  # a group was given up while batch 2 was formed
+    lost = versions[3].metrics["discarded_tokens"]  # a group was discarded while batch 2 was formed
     assert lost == 21
     assert curves["waste"]["values"] == [0, 0, lost / (lost + tokens[2])]
     page = Path(found["page"]).read_text()
@@ -84,7 +84,7 @@ def test_compare_refuses_bad_arguments(trained: RunContext, capsys: pytest.Captu
 
 
 def made_up(name: str, versions: int = 1000, rise: float = 1.0, **config: str) -> ComparedRun:
-    """Build a run whose values all rise linearly from 0 to `rise`."""
+    """Build a run for a comparison; the value of each curve rises linearly from 0 to `rise`."""
     x = np.arange(1.0, versions + 1)
     curve = VersionCurve(x, x * 1000, x * 2, np.linspace(0, rise, versions))
     curves = {what: curve for charts in SECTIONS.values() for what, _ in charts}
@@ -109,7 +109,9 @@ def test_comparison_page_has_charts_of_sources_and_reward_parts() -> None:
 
 @pytest.mark.long
 def test_reward_parts_of_a_run_appear_in_every_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the rows of a batch by the learner to the log, MLflow, the run's page, the comparison and the summary."""
+    """The learner computes the reward parts from the rows of a batch. They appear in the log, MLflow, the run's page,
+    the comparison and the summary.
+    """
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     build = small_run.trajectory
     parts = {"short": 0.5, "rules.no_comma": 1.0}
@@ -158,7 +160,7 @@ def test_runs_that_differ_only_by_seed_share_one_band(monkeypatch: pytest.Monkey
     ]
     assert [[run.name for run in group] for group in group_seeds(elsewhere)] == [
         ["a", "b"]
-    ]  # the cluster that a run used is no part of its recipe
+    ]  # the cluster that a run used is not a part of its recipe
     again = [made_up("a", 11, seed="0"), made_up("b", 11, seed="0"), made_up("c", 11, seed="1")]
     assert "a and 2 other runs<" in compare_page(again)
 
@@ -172,7 +174,7 @@ def test_long_curve_is_thinned_to_means() -> None:
 
 
 class Heard(HTMLParser):
-    """The parts of a page that a screen reader needs."""
+    """The tags and attributes of a page that a screen reader needs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Console output: the panel, the plain lines and the summary; a status survives conversion to JSON and back."""
+"""Tests the console output (panel, plain lines and summary), and that a status is unchanged after conversion to JSON
+and back.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def test_live_view_shows_a_run_without_a_trained_version() -> None:
     assert "nothing trained yet" in "\n".join(drawn(RunStatus("x"), 80))
 
 
-def test_trained_shares_are_shown_beside_configured_shares() -> None:
+def test_trained_domain_shares_are_shown_beside_configured_ones() -> None:
     two = replace(STATUS, domains={"gcd": 30, "lcm": 10}, shares={"gcd": 0.7, "lcm": 0.3})
     assert RunStatus.from_json(two.to_json()) == two
     assert "gcd 75% of 70%  lcm 25% of 30%" in "\n".join(drawn(two, 100))
@@ -175,7 +177,7 @@ def test_live_view_is_opened_only_on_a_terminal() -> None:
     assert "5,120" in terminal.getvalue()  # the last status stays on the screen
 
 
-def test_summary_leaves_out_missing_figures() -> None:
+def test_summary_leaves_out_missing_values() -> None:
     stream = io.StringIO()
     summary = {
         "run_id": "arithmetic-1",
@@ -222,7 +224,7 @@ def test_doctor_hides_secrets_and_names_missing_packages(tmp_path: Path, monkeyp
     assert "hidden" not in stream.getvalue()
 
 
-def test_doctor_names_relevant_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_relevant_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@hub/x")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")

@@ -1,4 +1,6 @@
-"""Registering deployments keeps a user's changes in the UI; deployments of one command are deleted at its end."""
+"""Tests that registering deployments keeps a user's changes in the UI, and that a command's deployments are deleted at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ def test_prefect_schedule_creates_flow_runs(server: PrefectServer, offer: Deploy
 
 
 def test_recipe_deployments_are_listed_before_internal_ones(server: PrefectServer, offer: DeploymentOffer) -> None:
-    """The page and the server sort by name, for deployments of stacks and of other sessions."""
+    """Prefect's page and server sort deployments by name. The recipes come first among the deployments of `rollflow
+    serve` and of other commands.
+    """
     recipe = replace(offer, name=f"yellow-{offer.name}", tags=("recipe",))
     ours = [*list_deployments(SERVED), *list_deployments("arithmetic-20260101-120000-0a1b2c3d")]
     made = [register(one) for one in (recipe, min(ours, key=lambda one: one.name))]  # the first of all others
@@ -151,10 +155,12 @@ def test_flow_runs_with_older_deployment_names_are_started(server: PrefectServer
     assert SERVED not in page.all()
 
 
-def test_lost_answer_creates_no_second_flow_run(
+def test_repeated_request_creates_no_second_flow_run(
     server: PrefectServer, offer: DeploymentOffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefect's client repeats a request whose answer did not come in time; a busy server had already done it."""
+    """Prefect's client repeats a request whose answer did not come in time, although a busy server had already executed
+    the request.
+    """
     send, lost = httpx.Client.send, list[httpx.Request]()
 
     def send_slowly(client: httpx.Client, request: httpx.Request, *args: Any, **keys: Any) -> httpx.Response:
@@ -193,7 +199,7 @@ def test_deployments_of_ended_sessions_are_deleted(
     assert sweep() == [dead.name]
     assert {offer.name, living.name} <= page.all()
     withdraw(living.name, tmp_path)
-    withdraw(offer.name, tmp_path)  # no session may delete a deployment of a user or of the stack
+    withdraw(offer.name, tmp_path)  # no command may delete a deployment of a user or of `rollflow serve`
     assert living.name not in page.all()
     assert offer.name in page.all()
 
@@ -206,8 +212,8 @@ def serving(server: PrefectServer, home: Path) -> Runner:
 
 
 @pytest.mark.soak
-def test_user_changes_of_deployments_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
-    """The test ends, restarts, kills and again restarts the runner of `serve` while it deploys a folder."""
+def test_user_changes_of_deployments_survive_runner_restarts(server: PrefectServer, tmp_path: Path) -> None:
+    """The runner of `rollflow serve` is ended, restarted, killed and restarted again while a folder is deployed."""
     page, recipes = Page(server), tmp_path / "recipes"
     recipes.mkdir()
     (recipes / "a.toml").write_text(RECIPE.format(name="mine", versions=7))
@@ -238,7 +244,7 @@ def test_user_changes_of_deployments_survive_the_runner(server: PrefectServer, t
     assert there["parameters"]["config"]["versions"] == 11
 
 
-def test_flow_runs_of_a_recipe_belong_to_their_runner(server: PrefectServer, offer: DeploymentOffer) -> None:
+def test_each_runner_lists_only_flow_runs_of_its_deployments(server: PrefectServer, offer: DeploymentOffer) -> None:
     other = replace(offer, tags=("recipe",))
     register(other)
     with open_client() as client:
@@ -250,7 +256,9 @@ def test_flow_runs_of_a_recipe_belong_to_their_runner(server: PrefectServer, off
 def test_restarted_servers_keep_planned_and_paused_runs(
     server: PrefectServer, offer: DeploymentOffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefect plans a night only once: a planned night that is marked as crashed would never run."""
+    """Prefect plans the flow run of a night only once. If the planned flow run were marked as crashed, it would never
+    run.
+    """
     monkeypatch.setattr(prefect_api, "PAGE", 2)
     served = register(replace(offer, tags=("nightly",)))
     tomorrow = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
@@ -275,7 +283,7 @@ def test_restarted_servers_keep_planned_and_paused_runs(
             assert ended == crashed
 
 
-def test_work_pool_file_has_the_same_deployments(server: PrefectServer, tmp_path: Path) -> None:
+def test_work_pool_file_deploys_recipes_and_stages_to_the_pool(server: PrefectServer, tmp_path: Path) -> None:
     """Prefect itself reads the file that `deploy --work-pool` prints."""
     recipes, file = tmp_path / "recipes", tmp_path / "prefect.yaml"
     recipes.mkdir()
@@ -300,6 +308,6 @@ def test_work_pool_file_has_the_same_deployments(server: PrefectServer, tmp_path
         theirs = start(client, "post-training", "pooled@gpus", {"config": config.model_dump(mode="json")})
         for state in (Pending(), Running()):
             client.set_flow_run_state(theirs, state)
-        # a starting stack leaves the flow runs of workers alone
+        # a starting `rollflow serve` does not change the flow runs of workers of a pool
         crash_orphans(SERVED, "its session died", scheduled=True)
         assert client.read_flow_run(theirs).state_type == "RUNNING"

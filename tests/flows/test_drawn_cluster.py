@@ -1,5 +1,5 @@
-"""Randomly drawn `[cluster]` sections and settings files are each accepted, or rejected with the key, the value and a
-fix.
+"""Tests with random `[cluster]` sections and settings files: each is accepted, or rejected with the key, the value and
+a fix.
 
 An accepted section is stored as JSON without a password, and Ray accepts its options for actors. A settings file has
 the same effect on a run as a recipe with the same keys. No error shows a secret.
@@ -66,7 +66,7 @@ reward_actors = st.fixed_dictionaries(
 
 
 def or_nonsense(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw a valid value of a key in four cases of five, and any value in the fifth."""
+    """Draw a value of a config key: a valid value with probability 4/5, and otherwise any value."""
     return st.integers(0, 4).flatmap(lambda drawn: strategy if drawn else tree)
 
 
@@ -84,7 +84,7 @@ section = st.fixed_dictionaries(
 
 
 def read(given: Mapping[str, Any]) -> RunConfig:
-    """Read a recipe with this `[cluster]`, as a new run does before any service is asked."""
+    """Read a recipe with this section `[cluster]`, and check it as a new run does before any service is contacted."""
     config = parse_config({"cluster": given})
     check_new_run(config)
     cluster.check_actor_options(config.cluster)
@@ -92,7 +92,7 @@ def read(given: Mapping[str, Any]) -> RunConfig:
 
 
 def check_refusal(said: str) -> None:
-    """Check that each sentence has a key and a value, is one line, and shows no secret."""
+    """Check that each sentence of an error names a key and a value, is one line, and shows no secret."""
     assert PLANTED not in said
     lines = said.split("\n  ")
     for line in lines if len(lines) == 1 else lines[1:]:
@@ -110,7 +110,7 @@ def check_refusal(said: str) -> None:
 @example({"env": {"my secret key": PLANTED}})
 @example({"placement": {"engine": {"resource": "GPU"}}})
 @example({"placement": {"engine": {"labels": {"a b": "c"}}}})
-def test_random_cluster_config_is_accepted_or_refused(given: Mapping[str, Any]) -> None:
+def test_random_cluster_section_is_accepted_or_refused(given: Mapping[str, Any]) -> None:
     try:
         config = read(given)
     except ConfigError as error:
@@ -143,7 +143,7 @@ files = st.fixed_dictionaries(
 
 
 def in_toml(tree: Any) -> Any:
-    """Return a tree without None values, which TOML does not have."""
+    """Return a copy of a config tree without None, which TOML cannot express."""
     if isinstance(tree, Mapping):
         return {key: in_toml(value) for key, value in tree.items() if value is not None}
     return [in_toml(value) for value in tree if value is not None] if isinstance(tree, list) else tree
@@ -155,7 +155,7 @@ def in_toml(tree: Any) -> Any:
 @example({"tracking": {"experiment": "a\x7fb"}})
 @example({"cluster": {"env": {"HTTPS_PROXY": WITH_PASSWORD}}})
 @example({"variables": {"HF_TOKEN": PLANTED}})
-def test_random_settings_are_accepted_or_refused(tree: dict[str, Any]) -> None:
+def test_random_settings_file_is_accepted_or_refused(tree: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "settings.toml")
         file.write_text(tomlkit.dumps(in_toml(tree)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Randomly drawn prompt files and options: each file is rejected in one sentence, or all its prompts can be scored."""
+"""Tests with random prompt files and options: a file is rejected in one sentence, or all its prompts can be scored."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ SUM = st.integers(0, 999).map(lambda n: (f"{n} + 1?", str(n + 1)))
 
 @st.composite
 def good_line(draw: st.DrawFn) -> bytes:
-    """Draw a row as a user would write it."""
+    """Draw a valid row of a prompt file, as a user would write it."""
     question, answer = draw(SUM)
     return json.dumps({"question": question, "answer": draw(st.sampled_from([answer, int(answer)]))}).encode()
 
 
 @st.composite
 def odd_line(draw: st.DrawFn) -> bytes:
-    """Draw a row that is wrong in some way, or unusual."""
+    """Draw a row of a prompt file that is invalid or unusual."""
     question, answer = draw(SUM)
     row: dict[str, Any] = {"question": question, "answer": answer}
     kind = draw(st.sampled_from(["type", "key", "text", "long", "deep", "twice", "raw", "tag", "other", "blank"]))
@@ -78,7 +78,7 @@ def odd_line(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """Draw a file of mostly good rows, with an editor's line ends and byte order mark."""
+    """Draw a prompt file of mostly valid rows, with the line ends and the byte order mark of some editor."""
     lines = draw(st.lists(good_line(), min_size=draw(st.sampled_from([0, 8, 8, 8])), max_size=20))
     lines = draw(st.permutations(lines + draw(st.lists(odd_line(), max_size=2))))
     if draw(st.booleans()):
@@ -123,7 +123,9 @@ def _home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a recipe over `rows.jsonl` for a small policy with a cold start; it is also the run home."""
+    """Make a folder with a recipe whose prompts are in `rows.jsonl`, for a small policy with a cold start. The folder
+    is also the run home.
+    """
     folder = tmp_path_factory.mktemp("drawn")
     (folder / "recipe.toml").write_text(
         f'[policy.cold_start]\ncontext = {CONTEXT}\n[[prompts]]\nkind = "jsonl"\npath = "{folder}/rows.jsonl"\n'
@@ -179,7 +181,7 @@ def test_random_prompt_rows_are_refused_or_scored(
 
 
 def assert_one_sentence(sentence: str) -> None:
-    """Check that a refusal names its key; several keys have a line each."""
+    """Check that an error names the key that must change. If several keys must change, each has its own line."""
     first, *others = sentence.split("\n")
     assert not others or first.endswith("keys must change:")
     for line in others or [first]:

@@ -1,5 +1,5 @@
-"""A run with `[policy.from_run]` begins with a policy version of an earlier run, bit for bit, and never reads the
-earlier run again.
+"""Tests that a run with `[policy.from_run]` begins with the exact weights of an earlier run's policy version, and never
+reads the earlier run again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def weights_of(context: RunContext, version: int) -> bytes:
 
 
 def tensors_of(weights: bytes) -> dict[str, torch.Tensor]:
-    """Read the tensors of a weight file as float32, so that files of different headers and data types compare."""
+    """Read the tensors of a weight file as float32, so that files with different headers and data types can be
+    compared.
+    """
     return {name: tensor.float() for name, tensor in load(weights).items()}
 
 
@@ -197,7 +199,7 @@ def test_damaged_weights_are_not_copied(earlier: RunContext, tmp_path: Path) -> 
         ({"prompts": [{**SUMS, "chat": True}]}, "no chat template"),
     ],
 )
-def test_earlier_version_that_does_not_fit_is_refused(
+def test_earlier_version_that_does_not_fit_the_recipe_is_refused(
     earlier: RunContext, changes: Mapping[str, object], words: str
 ) -> None:
     """The policy of the earlier run is checked like a policy folder."""

@@ -1,5 +1,5 @@
-"""The engine keeper restarts an actor or only the engine in the actor, as each death requires, and records each
-restart.
+"""Tests that a dead engine's Ray actor is restarted, or only the engine within a living actor, and that each restart is
+recorded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def answer(reference: Any) -> Any:
 
 
 def die(actor: Any) -> None:
-    """Die as vLLM's own process does, inside a living actor."""
+    """Make the engine die within its living Ray actor, as vLLM's own process may die."""
     answer(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")))
 
 
@@ -139,7 +139,7 @@ def test_engine_that_the_scheduler_removed_is_restarted(kept: Kept) -> None:
 def test_health_report_from_before_a_failure_is_ignored(kept: Kept) -> None:
     before = process(1)
     kept.until(lambda: kept.engines._engines[1].health is not None)
-    # after this answer, the keeper's earlier health check has its answer, too: the engine was healthy
+    # after this answer, the keeper's earlier health check was answered, too: the engine was healthy at that time
     answer(ray.get_actor(engine_name(1)).health.remote())
     actor = ray.get_actor(engine_name(1))
     die(actor)

@@ -1,4 +1,4 @@
-"""`rollflow evaluate`: a version of a run, or its export, is measured on a recipe's held-out prompts."""
+"""Tests `rollflow evaluate`, which measures a stored or exported version on a recipe's held-out prompts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ options = { length = 8 }
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Train two versions in a home of their own, beside a recipe."""
+    """Train two versions of a run in a new run home, which also contains a recipe."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -70,7 +70,7 @@ def recipe(run: RunContext) -> str:
 
 
 def measure(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run the command; return its JSON, and what it printed."""
+    """Run `rollflow evaluate`; return its JSON output and the printed text."""
     file = tmp_path / "figures.json"
     assert main(["evaluate", *arguments, "--json", str(file)]) == 0
     return json.loads(file.read_text()), capsys.readouterr().out
@@ -91,7 +91,9 @@ def test_evaluate_shows_confidence_intervals_of_each_domain(
 def test_evaluate_command_finds_the_same_accuracy_as_the_run(
     run: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The config of the run itself, with its own evaluator, gives the same accuracy and reward."""
+    """`rollflow evaluate` finds the accuracy and the reward that the run's own evaluation has found with the same
+    config.
+    """
     expected = asyncio.run(evaluate_now(run, 1))
     home = Path(os.environ["ROLLFLOW_HOME"])
     sums = home / "sums.toml"

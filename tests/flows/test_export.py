@@ -1,4 +1,6 @@
-"""`rollflow export` writes whole folders or none, from any store, and refuses policies with ambiguous tokenizers."""
+"""Tests that `rollflow export` writes a complete folder or nothing, reads from any store, and refuses a policy with an
+ambiguous tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def test_full_disk_leaves_no_partial_file(
 def test_concurrent_export_does_not_overwrite_the_folder(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of two exports into one folder finds it taken at its end."""
+    """Two exports write to one folder. When the second export ends, the folder exists already."""
 
     def meanwhile(*_: object) -> None:
         (tmp_path / "new").mkdir()
@@ -252,7 +254,7 @@ def test_export_error_names_the_ambiguous_tokenizer_setting(
 def test_ambiguous_tokenizer_blocks_only_the_export(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run itself goes on, because the two tokenizers may have agreed with older libraries."""
+    """The run itself can continue, because the two tokenizers may have agreed with older libraries."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     make_policy(tmp_path / "policy")
     as_qwen2(tmp_path / "policy")

@@ -1,4 +1,4 @@
-"""A forked flow run behaves like one in a new interpreter, and ends with its runner."""
+"""Tests that a forked flow run behaves like one in a new interpreter, and that it ends with its runner."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_process_title_names_the_flow_run(runner: Forking) -> None:
     runner.ask("an-id", 600)
     process = psutil.Process(runner.seen("an-id")["pid"])
     assert process.cmdline()[:4] == [sys.executable, "-m", "their_engine", "an-id"]
-    assert flow_run_of(process) is None  # the engine is not Prefect's
+    assert flow_run_of(process) is None  # the process does not run Prefect's own engine
     assert process.environ()["ONLY_OF_THE_RUNNER"] == "yes"  # the processes of a run home are found by such a variable
     assert "-m multiprocessing.forkserver" in " ".join(process.parent().cmdline())
 

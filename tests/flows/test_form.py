@@ -1,4 +1,4 @@
-"""The form of the Prefect UI: its schema, the selected buttons, and the server's error messages."""
+"""Tests the form of the Prefect UI: its schema, the buttons that a config selects, and the server's error messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CONFIGS = [(section, tree) for section, trees in KINDS.items() for tree in trees
 
 
 def wrong(parameters: dict[str, Any]) -> list[str]:
-    """Return the errors of the server's form check, as `place: sentence`."""
+    """Return the errors of the server's form check, each as `position: sentence`."""
     from prefect.utilities.schema_tools.validation import build_error_obj, validate
 
     found = [build_error_obj(validate(parameters, FORM, preprocess=preprocess)) for preprocess in (True, False)]
@@ -104,7 +104,7 @@ def test_prefect_form_selects_the_configured_kind(section: str, tree: Any) -> No
 
 
 def _look(schema: dict[str, Any], value: Any) -> None:
-    """Walk through a form as the page does: select a button by the value's keys, then its children."""
+    """Read a form as Prefect's page does: select a button by the value's keys, then do the same for its children."""
     if "$ref" in schema:
         schema = FORM["definitions"][schema["$ref"].removeprefix("#/definitions/")]
     if "anyOf" in schema and isinstance(value, dict):

@@ -1,4 +1,6 @@
-"""Frames of stored episodes: what `rollflow inspect --frames` and the page of a run show of a replayed episode."""
+"""Tests the frames (what an environment renders) of a replayed episode, in `rollflow inspect --frames` and on the page
+of a run.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,14 @@ WAY = ["down", "down", "right", "right", "down", "right"]
 
 
 def drawn(name: str = "Drawn", **options: Any) -> GymnasiumEnvironment:
-    """Return the config of a walk that renders."""
+    """Return the config of a test environment (a walk) that renders its states."""
     return GymnasiumEnvironment(path=f"rendered_worlds:{name}", folder=str(GUESTS), options=options)
 
 
 def with_environment(context: RunContext, environment: EnvironmentConfig) -> RunContext:
-    """Return a run with another environment and long responses, of which only the config is read."""
+    """Return a copy of a run whose config has another environment and allows long responses. Only its config, prompts
+    and tokenizer can be read.
+    """
     engine = context.config.engine.model_copy(update={"max_new_tokens": 2000})
     config = context.config.model_copy(update={"environment": environment, "engine": engine})
     found: Any = SimpleNamespace(config_at=lambda _: config, prompts=context.prompts, tokenizer=context.tokenizer)
@@ -183,13 +187,13 @@ def test_frozen_lake_without_pygame_says_so_or_has_pictures(run: RunContext) -> 
         assert [(frame.width, frame.height) for frame in taker.frames] == [(256, 256)] * 7
 
 
-def test_class_for_trl_with_render_mode_has_frames(run: RunContext) -> None:
+def test_trl_class_with_render_mode_has_frames(run: RunContext) -> None:
     taker = replay(run, trl("Lamp", module="rendered_worlds"), call("switch"), call("switch") * 3, "done")
     texts = ["the lamp is off", "the lamp is on", "the lamp is off"]
     assert (taker.reason, taker.frames) == ("", [Frame(turn, text) for turn, text in enumerate(texts)])
 
 
-def test_slow_render_takes_no_time_of_the_episode(run: RunContext) -> None:
+def test_slow_render_does_not_use_the_time_limit_of_a_turn(run: RunContext) -> None:
     lamp = trl("SlowLamp", module="rendered_worlds", turn_seconds=0.6)
     taker = replay(run, lamp, call("switch") * 3, "done")
     assert (taker.reason, [frame.turn for frame in taker.frames]) == ("", [0, 1])
@@ -256,8 +260,8 @@ def test_environment_without_worker_processes_is_refused(run: RunContext) -> Non
         replay(run, SingleTurnEnvironment(), "1")
 
 
-def test_episode_of_a_run_asks_for_no_frame(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The requests of an episode are the same as for an environment that cannot render."""
+def test_episode_in_training_requests_no_frame(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests to the environment are the same as to an environment that cannot render."""
     asked = list[dict[str, Any]]()
 
     def pack(fields: dict[str, Any]) -> bytes:
@@ -282,7 +286,7 @@ def test_render_of_a_trl_class_without_render_mode_is_a_tool(run: RunContext) ->
 
 
 @given(high=st.integers(1, 60), wide=st.integers(1, 60), colours=st.sampled_from([3, 4]), most=st.integers(1, 400))
-def test_packed_picture_keeps_its_limits_and_its_first_pixel(high: int, wide: int, colours: int, most: int) -> None:
+def test_packed_picture_stays_within_the_pixel_limit(high: int, wide: int, colours: int, most: int) -> None:
     array = np.random.default_rng(high * wide).integers(0, 256, (high, wide, colours), np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guest_frames, "MOST_PIXELS", most)
@@ -333,7 +337,7 @@ def test_rendered_object_is_a_frame_or_an_error(found: Any, answer: dict[str, st
         {"width": 1025, "height": 1024, "data": base64.b64encode(bytes(3 * 1024 * 1025)).decode()},
     ],
 )
-def test_invalid_answer_of_a_process_is_no_frame(answer: dict[str, Any]) -> None:
+def test_invalid_answer_of_a_process_is_not_a_frame(answer: dict[str, Any]) -> None:
     assert read_frame(0, answer) is None
 
 
@@ -470,7 +474,7 @@ def test_page_of_a_run_shows_the_pictures_of_its_episodes(run: RunContext) -> No
     assert "no further frames" not in text
 
 
-def test_page_without_the_key_shows_no_frame(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_shows_no_frame_without_key_page_frames(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     with_frames = write_newest_episodes(run)
     monkeypatch.setattr(page_frames, "place_page_frames", None)
     monkeypatch.setattr(type(run.config.environment), "shown_frames", 0)
@@ -490,7 +494,7 @@ def test_page_shows_the_turns_if_the_replay_fails(run: RunContext, monkeypatch: 
 
 
 @pytest.mark.parametrize(("name", "frames"), [("walk", 0), ("shown", 2)])
-def test_member_of_a_mix_has_its_own_number_of_frames(run: RunContext, name: str, frames: int) -> None:
+def test_each_environment_of_a_mix_has_its_own_frame_limit(run: RunContext, name: str, frames: int) -> None:
     """An environment without `page_frames` is never replayed for the page, because its actions may have effects."""
     kinds: Any = {"walk": drawn(), "shown": drawn().model_copy(update={"page_frames": 2})}
     mixed: Any = with_environment(run, MixedEnvironment(kinds=kinds, default=name))

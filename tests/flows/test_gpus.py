@@ -1,4 +1,4 @@
-"""GPUs are divided among engines and the learner: checked by hand, and for any request."""
+"""Tests how GPUs are divided among engines and learner: with shares computed by hand, and with random requests."""
 
 from __future__ import annotations
 

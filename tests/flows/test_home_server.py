@@ -1,4 +1,6 @@
-"""The servers of a run home: one Prefect server for all commands, at a stable address; other commands find a stack."""
+"""Tests that all commands of a run home share one Prefect server at a stable address, and find the servers of `rollflow
+serve`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_commands_of_one_run_home_share_a_prefect_server(tmp_path: Path, prefect_database: Path) -> None:
-    """The first command is killed, and the second keeps the server; then the server dies, and restarts at its old
+    """When the first command is killed, the second command still uses the server. A dead server is restarted at its old
     address.
     """
     give(prefect_database, tmp_path)
@@ -56,7 +58,7 @@ def test_commands_of_one_run_home_share_a_prefect_server(tmp_path: Path, prefect
     holder = second.pid
     first.kill()
     first.communicate()
-    time.sleep(4 * POLL_SECONDS)  # time for several looks of the holder
+    time.sleep(4 * POLL_SECONDS)  # time for several checks by the process that holds the server
     assert second.pid == holder
     os.kill(second.processes[-1], signal.SIGKILL)
     until(lambda: not second.running)
@@ -71,7 +73,7 @@ def test_commands_of_one_run_home_share_a_prefect_server(tmp_path: Path, prefect
 
 
 def test_new_command_waits_for_an_ending_server(tmp_path: Path) -> None:
-    """A new command that did not wait would use the dying server."""
+    """Without the wait, the new command would use the ending server."""
     ending = take(tmp_path / "prefect" / "users")
     assert ending is not None
     found: list[HomeServer] = []
@@ -100,7 +102,7 @@ def test_server_restarted_by_another_command_is_kept(tmp_path: Path) -> None:
         (tmp_path / "prefect" / "holder.pid").write_text(str(others.pid))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(server, "launch", lambda: None)
-            server.relaunch()  # the other command's server has had its time to answer
+            server.relaunch()  # called again: the other command's server did not answer in time
         assert others.wait() == -signal.SIGTERM
     server.stop()
 
@@ -189,7 +191,7 @@ def test_running_servers_of_a_run_home_are_found(tmp_path: Path) -> None:
     assert not stack.BorrowedStack(tmp_path).running
 
 
-def test_active_prefect_profile_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_address_is_read_from_active_prefect_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))

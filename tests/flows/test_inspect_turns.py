@@ -1,4 +1,4 @@
-"""`rollflow inspect` of a trajectory with several turns: author and versions of each part."""
+"""Tests `rollflow inspect` for a trajectory with several turns: the author and the versions of each part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ PROMPT, FIRST, HINT, SECOND = "How many?", "five", "Look again.", "six"
 
 
 def two_turns(context: RunContext, of: Trajectory) -> Trajectory:
-    """Make a trajectory of two turns: the first by two versions, then the environment's hint, then the second."""
+    """Make a trajectory of two turns. Two versions have generated the first turn; the environment's hint is between the
+    turns.
+    """
     asked, said, hint, then = (context.tokenizer.encode(text) for text in (PROMPT, FIRST, HINT, SECOND))
     versions = [0] * (len(said) - 1) + [1]
     quiet = len(asked)
@@ -52,7 +54,9 @@ def two_turns(context: RunContext, of: Trajectory) -> Trajectory:
 
 
 def with_values(of: Trajectory) -> Trajectory:
-    """Add a value for every optional column; the first trajectory has no outcome and no reward parts."""
+    """Return a copy of a trajectory with a value in every optional column. The first trajectory gets no outcome and no
+    reward parts.
+    """
     starts = [place for place, chosen in enumerate(of.loss_mask) if chosen and not of.loss_mask[place - 1]]
     own = [[token] if chosen else [] for token, chosen in zip(of.tokens, of.loss_mask, strict=True)]
     more = replace(
@@ -68,7 +72,9 @@ def with_values(of: Trajectory) -> Trajectory:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Make a run of two versions; each trajectory of the second batch has two turns, one group optional values."""
+    """Make a run of two versions. In the second batch, each trajectory has two turns, and one group has optional
+    values.
+    """
     home = tmp_path_factory.mktemp("home")
     made = small_run.batch
 

@@ -1,4 +1,4 @@
-"""An interrupted command ends with its exit code, wherever the interrupt arrives."""
+"""Tests that an interrupted command ends with its exit code, wherever the interrupt arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`--json` of the reading commands prints values for programs, with the same facts as the text output."""
+"""Tests that commands that read a run print JSON with `--json`, and that the JSON has the same facts as the text
+output.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def test_json_option_refuses_missing_runs_and_versions(
 def test_gc_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     claim = trained.log.state.newest_claim("learner")
     trained.store.put(f"policies/00000002/{claim}/left", b"left")
-    trained.log.claim("learner")  # objects of the earlier claim that the log never named are garbage now
+    # a new learner has taken the role: objects of the earlier learner that the log never named are garbage
+    trained.log.claim("learner")
     found = told(capsys, "gc", "small", "--older-than", "0s", "--dry-run")
     assert (found["bytes"], len(found["objects"]), found["deleted"]) == (4, 1, False)
     again = told(capsys, "gc", "small", "--older-than", "0s")

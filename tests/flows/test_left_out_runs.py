@@ -1,4 +1,6 @@
-"""A small run with unjudged responses that are left out: its training, audit, replay, and what people see of it."""
+"""Tests a small run in which unjudged responses are left out of training: its training, audit, replay, and output for
+users.
+"""
 
 from __future__ import annotations
 

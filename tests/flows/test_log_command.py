@@ -1,4 +1,4 @@
-"""`rollflow log` prints one line for each entry, in words or as JSON."""
+"""Tests that `rollflow log` prints one line for each log entry, in words or as JSON."""
 
 from __future__ import annotations
 

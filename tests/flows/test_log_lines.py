@@ -1,4 +1,4 @@
-"""JSON log lines: the output of a flow's process, and how `rollflow log --processes` shows it in either format."""
+"""Tests JSON log lines: the output of a flow's process, and how `rollflow log --processes` shows it as text or JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_process_writes_its_log_as_json_lines(monkeypatch: pytest.MonkeyPatch) -
 def test_default_log_format_is_that_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORM, raising=False)
     assert logging_settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"].endswith(".UtcLines")
-    assert logging_settings(shared=True)  # the runs of a stack share one log, so each line must name its run
+    assert logging_settings(shared=True)  # all runs of `rollflow serve` share one log, so each line must name its run
     monkeypatch.setenv(FORM, "xml")
     with pytest.raises(ConfigError, match=r"ROLLFLOW_LOG_FORMAT = 'xml': .* is 'text' or 'json'"):
         logging_settings()

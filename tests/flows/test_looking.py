@@ -1,4 +1,4 @@
-"""status, check --resolved and --version: their output, and which store they read."""
+"""Tests the output of `status`, `check --resolved` and `--version`, and which store they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A Ray worker that dies before it registers is reported to every process that waits for its actor."""
+"""Tests that a Ray worker's death before its registration is reported to every process that waits for the worker's
+actor.
+"""
 
 from __future__ import annotations
 

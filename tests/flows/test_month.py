@@ -1,4 +1,6 @@
-"""Each part survives a month with one death a day; five deaths within ten minutes end the run."""
+"""Tests that each component of a run survives a month with one death a day, and that five deaths within ten minutes end
+the run.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,7 @@ def test_stage_that_dies_daily_is_restarted_for_a_month(
     assert len(prefect.runs) == DAYS
 
 
-def test_stage_is_restarted_by_each_new_supervisor(context: RunContext, prefect: Prefect) -> None:
+def test_each_supervisor_creates_its_own_flow_runs_of_stages(context: RunContext, prefect: Prefect) -> None:
     """A run that was deleted and created again under the same name does not use flow runs of the deleted run."""
     for _ in range(2):
         kept = Stages(context, "a:1", print)
@@ -185,7 +187,9 @@ def test_channel_that_dies_daily_is_restarted_for_a_month(
 
 @pytest.fixture
 def paused(context: RunContext, days: Days, monkeypatch: pytest.MonkeyPatch) -> Stages:
-    """Build a supervisor's stages with long pauses; a supervisor that sleeps through one would miss other deaths."""
+    """Build a supervisor's stages with long pauses before restarts. A supervisor that slept during a pause would miss
+    other deaths.
+    """
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it slept for {seconds:g} s"))
     kept = Stages(context, "a:1", print)
     kept.restarts = Restarts(RestartBudget(RecoveryConfig(restarts=3, backoff_seconds=20.0), days), days, days)

@@ -1,4 +1,4 @@
-"""A run id from outside never leads out of the store or the run home."""
+"""Tests that a run id from outside never leads to a file outside of the store or the run home."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GOOD = ["a", "7", "arithmetic-20260101-000000", "A.b_c-1", "a..b", "x" * LONGEST
 
 @pytest.fixture(autouse=True)
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put the run home three folders deep; return the folder that must stay otherwise empty."""
+    """Make a run home three folders deep; return the outer folder, which must contain nothing else."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "a/b/home"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setattr(

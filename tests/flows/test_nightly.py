@@ -1,4 +1,6 @@
-"""Nights never overlap, continue from the last one, and move the alias only to a significantly better version."""
+"""Tests that nights never overlap, that each continues from the last one, and that only a significantly better version
+gets the alias.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ def test_four_nights_promote_prune_and_continue(plan: Nightly, tmp_path: Path) -
     assert sorted(left) == [ids[1], ids[3]]  # a pruned night without files is not registered
 
 
-def test_night_after_a_night_ignores_the_earlier_run(plan: Nightly, tmp_path: Path) -> None:
+def test_second_night_starts_from_the_policy_of_the_first_night(plan: Nightly, tmp_path: Path) -> None:
     recipe = (tmp_path / "math.toml").read_text()
     chosen = f'path = "{tmp_path}/policy"'
     assert chosen in recipe
@@ -255,8 +257,8 @@ class TestOnAServer:
         assert states == ["RUNNING", "CANCELLED"]
 
     def test_nightly_run_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
-        """A night holds a lease on the deployment's limit, and Prefect ends flow runs whose lease a restarted server
-        has forgotten.
+        """A night's flow run holds a lease on the deployment's concurrency limit. Prefect ends a flow run whose lease a
+        restarted server has forgotten.
         """
         register(offer_nightly(plan.model_copy(update={"name": "leased"})))
         with open_client() as client:

@@ -1,4 +1,4 @@
-"""A run that learns nothing reports it, from the data in its storage."""
+"""Tests that a run reports from the data in its storage if it learns nothing."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def version(number: int, share: float | None) -> PolicyVersion:
         ([None, 0.0, 0.0], 2, 2),
         ([None, 0.0, 0.5], 0, 1),
         ([None, 0.0, 0.5, 0.0, 0.0], 2, 3),
-        ([None, None, 0.0], 1, 1),  # None: a recorded version without the figure
-        ([0.0, 0.0], 1, 1),  # version 0 does not count, because it was not trained
+        ([None, None, 0.0], 1, 1),  # None: an older version that did not record this share
+        ([0.0, 0.0], 1, 1),  # version 0 is not counted, because it was not trained
     ],
 )
 def test_versions_whose_advantages_are_all_zero_are_counted(
@@ -52,7 +52,7 @@ def test_versions_whose_advantages_are_all_zero_are_counted(
 
 @pytest.fixture
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """Make a run of four versions, all of whose rewards are 0."""
+    """Make a run of four versions in which all rewards are 0."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     given = small_run.trajectory
     monkeypatch.setattr(small_run, "trajectory", lambda *asked: replace(given(*asked), reward=0.0))
@@ -70,7 +70,9 @@ def writer_of(context: RunContext) -> StatusWriter:
 def test_run_without_nonzero_advantages_is_reported_or_stopped(
     silent: RunContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A supervisor that takes over, as after `resume`, notices the missing signal at its first look."""
+    """A supervisor that takes over the run, for example after `rollflow resume`, notices the missing signal at its
+    first check.
+    """
     writer, words = writer_of(silent), describe_no_signal(4, 4)
     supervisor: Any = SimpleNamespace(check=lambda: None)
     stages: Any = SimpleNamespace(paused=False)

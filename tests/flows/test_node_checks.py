@@ -1,4 +1,4 @@
-"""`rollflow doctor --cluster` prints one sentence with its fix for each fault of a node, and none for a healthy
+"""Tests that `rollflow doctor --cluster` prints a sentence with a fix for each fault of a node, and none for a healthy
 cluster.
 """
 

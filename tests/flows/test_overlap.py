@@ -1,4 +1,6 @@
-"""Which alpha `rollflow check` names: from the recipe and the machines alone, and in agreement with the simulator."""
+"""Tests which alpha (`async_ratio`) `rollflow check` recommends. The advice uses only the recipe and the machines, and
+agrees with the simulator.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,15 @@ machines = st.lists(
         ([Machine(1.0, learner=False), Machine(1.0, engines=False)], True),
     ],
 )
-def test_overlap_needs_hardware_for_both_sides(found: list[Machine], own: bool) -> None:
-    """The engine needs one core and the processes beside it another one, or a GPU; so does the learner."""
+def test_overlap_needs_hardware_for_engines_and_learner(found: list[Machine], own: bool) -> None:
+    """The engine needs one core or a GPU, the processes beside it need one core, and the learner needs one core or a
+    GPU.
+    """
     assert find_overlap(recipe(), found).own is own
 
 
 @given(recipes, machines)
-def test_overlap_follows_the_recipe_and_the_machines(config: RunConfig, found: list[Machine]) -> None:
+def test_overlap_of_engines_and_learner_grows_with_the_hardware(config: RunConfig, found: list[Machine]) -> None:
     overlap = find_overlap(config, found)
     more = find_overlap(config, [*found, Machine(64.0, 64.0)])
     assert 0 < overlap.shared_speed <= more.shared_speed <= 1
@@ -71,7 +75,7 @@ def test_overlap_follows_the_recipe_and_the_machines(config: RunConfig, found: l
 
 
 @given(recipes, machines)
-def test_advice_gives_the_reason_and_a_key(config: RunConfig, found: list[Machine]) -> None:
+def test_alpha_advice_states_a_reason_and_a_config_key(config: RunConfig, found: list[Machine]) -> None:
     overlap = find_overlap(config, found)
     note = advise_alpha(config, overlap)
     assert "async_ratio = " in note
@@ -91,7 +95,7 @@ def test_advice_gives_the_reason_and_a_key(config: RunConfig, found: list[Machin
     st.floats(1.0, 20.0),
     st.floats(0.5, 1.0),
 )
-def test_advice_agrees_with_the_simulator(
+def test_alpha_advice_agrees_with_the_simulator(
     cores: int, replicas: int, train_threads: int, rollout: float, ratio: float
 ) -> None:
     """If engines and learner share all cores, asynchrony does not shorten a simulated step. If engines and learner have
@@ -103,7 +107,7 @@ def test_advice_agrees_with_the_simulator(
             "engines": {
                 "count": replicas,
                 "max_concurrent_requests": 16 // replicas,  # one batch fills all slots
-                # with fewer cores than it needs, generation is slower by itself
+                # generation alone is slower if it has fewer cores than it needs
                 "seconds_per_token": rollout / 100 * max(1.0, overlap.rollout / cores),
             },
             "responses": {"median": 100, "sigma": 0.0, "cap": 100},

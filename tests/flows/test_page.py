@@ -1,4 +1,4 @@
-"""A run's page gets its artifacts; an unreachable server is logged once, and blocks nobody."""
+"""Tests that a run's page in Prefect gets its artifacts. An unreachable server is logged once and blocks no caller."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_each_table_of_a_run_page_is_one_prefect_artifact(monkeypatch: pytest.Mo
 
 
 def test_log_hashes_are_written_to_run_page_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Entry 0 and the newest entry are anchored when a supervisor takes the run and when the run ends; no entry is
-    anchored twice.
+    """The hashes of log entry 0 and of the newest entry are written when a supervisor takes over the run and when the
+    run ends. No hash is written twice.
     """
     server, logged = Server(monkeypatch), list[Anchor]()
     tracker: Any = SimpleNamespace(log_anchor=logged.append)

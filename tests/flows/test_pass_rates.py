@@ -1,4 +1,6 @@
-"""`rollflow log --rates` prints each asked question with its pass rate, as a source of prompts with a difficulty."""
+"""Tests that `rollflow log --rates` prints each asked question with its pass rate, and that its output is a prompt file
+with difficulties.
+"""
 
 from __future__ import annotations
 

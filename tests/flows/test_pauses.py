@@ -1,4 +1,6 @@
-"""Training speeds exclude pauses, stops and outages; the figures are worked by hand on a log with its own clock."""
+"""Tests that training speeds exclude pauses, stops and outages. The expected speeds are computed by hand; each test
+sets the clock of its log.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ METRICS = {
 
 
 class Run:
-    """A run whose batches take 6 seconds and whose versions take 4 more, by a clock that the test sets."""
+    """A run on a clock that the test sets. Generating a batch takes 6 seconds, and training a version on it takes 4
+    more.
+    """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -43,7 +47,7 @@ class Run:
         self.context = RunContext(str(folder), folder / "cache")
 
     def start_stages(self) -> None:
-        """Claim both roles again, the learner's 2 seconds after the scheduler's."""
+        """Take over both roles again: first the scheduler's, and 2 seconds later the learner's."""
         self.batches, self.scheduler = scheduling(self.store)
         self.now += 2
         self.policies, self.learner = learning(self.store)
@@ -99,7 +103,7 @@ def test_reported_speeds_exclude_pauses_of_the_run(run: Run) -> None:
 
 
 def test_status_during_a_run_includes_earlier_pauses(run: Run) -> None:
-    """A view that sees only the newest versions also knows the pauses before those versions."""
+    """A view that reads only the newest versions also includes the pauses before these versions."""
     run.now += 3600.0
     run.resume()
     run.train(3)
@@ -121,7 +125,7 @@ def test_progress_table_excludes_pauses_of_the_run(run: Run, monkeypatch: pytest
 
 
 def test_restart_of_one_stage_does_not_count_as_a_pause(run: Run) -> None:
-    """The seconds that the restart of a stage takes count as training time."""
+    """The seconds that the restart of a stage takes are counted as training time."""
     run.now += 30.0
     run.start_stages()
     run.train(1)

@@ -1,4 +1,4 @@
-"""`rollflow plan`: its table, the files it writes, and one sentence for bad input."""
+"""Tests the table of `rollflow plan`, the files that it writes, and its one-sentence errors for bad input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_written_plan_reproduces_the_printed_figures(
+def test_written_plan_reproduces_the_printed_numbers(
     capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
 ) -> None:
     recipe, figures, again = tmp_path / "planned.toml", tmp_path / "plan.json", tmp_path / "again.json"
@@ -200,7 +200,7 @@ def test_removing_a_toml_section_removes_its_comments() -> None:
         {"a": {"b": {"c": 1, "d": {"e": 1}}}},
         {"a": {"b": 7}, "list": []},
         {"list": [{"x": 1}, {"x": [2, 3]}, {"x": {"y": 4}}]},
-        {"z": {"new": 2}},  # a section in two places, from which tomlkit cannot remove keys
+        {"z": {"new": 2}},  # a section that is split in two, from which tomlkit cannot remove keys
     ],
 )
 def test_rewritten_toml_file_has_the_new_values(change: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ weights_gb = 2.0
 
 
 def test_cost_of_a_plan_is_printed(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
-    """The printed amounts equal amounts that the test computes from the split's figures."""
+    """The printed costs equal the costs that the test computes from the simulated numbers of the split."""
     prices, figures = tmp_path / "prices.toml", tmp_path / "plan.json"
     prices.write_text(PRICES)
     arguments = ["--gpus", "6", "--hardware", str(file), *SMALL, "--json", str(figures), "--cost", str(prices)]

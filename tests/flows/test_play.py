@@ -1,4 +1,4 @@
-"""`rollflow play`: a person in a real terminal, and the other players, play episodes of a recipe."""
+"""Tests `rollflow play`: a person in a real terminal and the other players play episodes of a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of Prefect's server collects garbage outside the event loop."""
+"""Tests that the process of Prefect's server runs the garbage collector outside of the event loop's thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spare workers exist before a run, serve any run, are replaced when taken, and end with their raylet."""
+"""Tests that spare Ray workers exist before a run, serve any run, are replaced after use, and end with their raylet."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ with cluster.attached_cluster(sys.argv[1], f"a run of {sys.argv[2]}"):
 
 
 def idle(head: RayHead, kind: Kind) -> list[int]:
-    """Return the waiting workers of a kind."""
+    """Return the spare workers that wait for an actor of this kind."""
     found = []
     for pid in head.processes:
         try:
@@ -58,7 +58,9 @@ def idle(head: RayHead, kind: Kind) -> list[int]:
 
 
 def ask(head: RayHead, *arguments: str) -> tuple[int, list[str], int | None]:
-    """Start an actor of a kind in a new run, and return what it sees."""
+    """Start an actor of some kind in a new run. Return its process id, the modules that were already imported, and the
+    process id of its fork server, if any.
+    """
     env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LOOK, head.address, *arguments]
     pid, names, server = json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
@@ -87,7 +89,7 @@ def test_actor_starts_in_a_prewarmed_worker_of_its_kind(head: RayHead) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("head", ["engine"], indirect=True)
 def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
-    """Workers that are no spares have a fork server, too; the fork server ends with its worker."""
+    """A worker that is not a spare has a fork server, too. The fork server ends with its worker."""
     until(lambda: idle(head, "engine"))
     [spare] = idle(head, "engine")
     for expected in (spare, None):
@@ -99,7 +101,7 @@ def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
 
 
 class Asked(PrewarmedWorkers):
-    """Records its requests."""
+    """Spare workers whose requests are recorded and not sent."""
 
     def __init__(self, folder: Path, **how: Any) -> None:
         super().__init__("nowhere", os.getpid(), folder, ("engine", "reward"), **how)
@@ -122,7 +124,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def look(spares: Asked, clock: list[float], seconds: float) -> list[Kind]:
-    """Return the requests within this time."""
+    """Return the requests for spare workers within so many seconds."""
     spares.asked.clear()
     for _ in range(round(seconds)):
         clock[0] += 1.0
@@ -155,7 +157,7 @@ def test_no_prewarmed_worker_starts_if_memory_is_low(
     assert look(Asked(tmp_path, kept=True), clock, 300) == []
 
 
-def test_prewarmed_worker_imports_early_only_for_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_engine_workers_and_spares_import_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports, "import_all", imported.append)
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])

@@ -1,4 +1,4 @@
-"""Access to a Ray cluster: a missing or wrong token, or a machine without a node, is refused at once."""
+"""Tests access to a Ray cluster: a missing or wrong token, and a machine without a Ray node, are refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every command ends quietly when the reader of its output goes away, as in `rollflow keys | head`."""
+"""Tests that every command ends without an error message if the reader of its output ends, as in `rollflow keys |
+head`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def unread(arguments: list[str]) -> tuple[int, bytes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    """Return the place of a run that is only prepared."""
+    """Return the URI of a run that is prepared but not trained."""
     store = LocalStore(tmp_path / "some")
     describe(store)
     return store.uri

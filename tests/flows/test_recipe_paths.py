@@ -1,4 +1,6 @@
-"""Relative paths of a recipe are relative to the recipe; paths in `--set` are relative to the working folder."""
+"""Tests that paths in a recipe are relative to the recipe's folder, and that paths in `--set` are relative to the
+working folder.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def test_run_records_absolute_paths_of_its_recipe(lying: Path, monkeypatch: pyte
 
 
 def test_deployments_have_absolute_recipe_paths(lying: Path) -> None:
-    """The form has the same paths in whichever folder the runner works."""
+    """The form has the same paths whatever the runner's working folder is."""
     [recipe] = recipes_of(Path("../a folder"))
     assert places(recipe.config) == beside(lying)
     assert form_values(recipe.config)["prompts"][0]["path"] == str(lying / "questions.jsonl")

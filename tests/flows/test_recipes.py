@@ -1,4 +1,6 @@
-"""Overrides and errors follow the unions of the config tree, so a new kind needs no change here."""
+"""Tests overrides and errors for config sections that have several kinds. The code finds the kinds in the config's
+types.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +237,7 @@ def test_sweep_of_a_resolved_recipe_refuses_invalid_values(tmp_path: Path) -> No
 
 
 def with_every_part(**parts: object) -> dict[str, Any]:
-    """Return a tree with every part, as a run records it and a form sends it."""
+    """Return a config tree that sets every part of the objective, like a tree that a run records or a form sends."""
     return {"train": {"objective": PartsObjective().model_dump(mode="json") | parts}}
 
 

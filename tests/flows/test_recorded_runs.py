@@ -1,4 +1,4 @@
-"""Runs of earlier releases can be read, audited, replayed and resumed by this release.
+"""Tests that this release can read, audit, replay and resume runs of earlier releases.
 
 The archives were recorded before this test was written, and are never recorded again (`tests/support/recorded.py`).
 """
@@ -123,7 +123,7 @@ def plant_format(run: Path, number: int, release: str) -> None:
 
 
 def make_unknown(run: Path) -> None:
-    """Seal an entry 0 of a kind that this release does not know, of the next format."""
+    """Replace log entry 0 by an entry of the next format, of a kind that this release does not know."""
     first = run / entry_path(0)
     tree = open_sealed(first.read_bytes())
     tree["body"] = {"kind": "run-begun", "format": FORMAT + 1, "code_version": "9.9.9"}

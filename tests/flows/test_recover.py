@@ -1,4 +1,4 @@
-"""Dead services, supervisors and nodes are each restarted once."""
+"""Tests that a dead service, supervisor or stage is restarted exactly once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def server(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """Prepare a run that has only its description."""
+    """Prepare a run whose log has only the first entry, which describes the run."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = context_of(str(tmp_path / "store"), f"run-{uuid.uuid4().hex[:6]}")
     describe(context.store, context.uri.rpartition("/")[2], RunConfig.model_validate(CONFIG))
@@ -109,7 +109,7 @@ def given(context: RunContext) -> dict[str, Any]:
 
 def test_concurrent_recoveries_start_only_one_supervisor(deployment: str, run: RunContext) -> None:
     first = crashed(deployment, given(run))
-    with ThreadPoolExecutor(4) as pool:  # as if a session, an automation and two users restarted the supervisor
+    with ThreadPoolExecutor(4) as pool:  # as if a session, an automation and two users restarted the supervisor at once
         asked = [
             pool.submit(copy_context().run, call_until_answered, lambda: restart_supervisor(first, run))
             for _ in range(4)
@@ -211,7 +211,7 @@ def test_each_death_of_a_stage_starts_a_new_flow_run(
 def test_stage_that_is_being_cancelled_is_replaced(
     server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is resumed at once starts before its runner has seen the end of the cancelled stages."""
+    """A run that is resumed immediately starts before its runner has noticed the end of the cancelled stages."""
     monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name := f"d-{uuid.uuid4().hex[:6]}")
     before, after = Stages(run, "127.0.0.1:1", print), Stages(run, "127.0.0.1:1", print)
     with open_client() as client:
@@ -359,7 +359,7 @@ def test_run_command_survives_death_of_supervisor_and_servers(
 
     todo: list[tuple[str, Callable[[RunStatus], None]]] = [
         ("supervisor", lambda status: kill([int(status.messages[-1])])),
-        ("prefect server", lambda status: kill([server._process.pid])),  # kills the server's guard
+        ("prefect server", lambda status: kill([server._process.pid])),  # kills the guard process of the server
         ("runner", lambda status: kill(runner.processes[:1])),
     ]
     log = RecoveryLog(run.store)

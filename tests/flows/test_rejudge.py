@@ -1,4 +1,5 @@
-"""`rollflow rejudge`: the stored responses of recorded runs, judged by the scorers of this release and by others.
+"""Tests `rollflow rejudge`, which judges the stored responses of recorded runs again, with unchanged and with changed
+scorers.
 
 Except in the last tests, the scorers judge in this process instead of in worker processes.
 """
@@ -121,7 +122,7 @@ def digest(run: Path) -> dict[str, str]:
 def test_rejudging_by_an_unchanged_scorer_changes_nothing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also the rewards of an earlier release, which recorded no outcomes; and nothing is written to the run."""
+    """Rewards of an earlier release, which recorded no outcomes, are included. Nothing is written to the run."""
     run = unpack(name, tmp_path / "store")
     before = digest(run)
     found = result(capsys, run, "--all")

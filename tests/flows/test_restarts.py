@@ -1,4 +1,4 @@
-"""The restart state machine, under any sequence of deaths, hangs, slow starts and takeovers."""
+"""Tests the state machine of restarts with random sequences of deaths, hangs, slow starts and takeovers."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def restarts_of(recovery: Recovery) -> int:
 
 @dataclass
 class World:
-    """A role, its successive keepers, and their common clock."""
+    """A component of a run (role), the keepers that restart it one after another, and their common clock."""
 
     now: float = 1_000_000.0
     run: MemoryStore = field(default_factory=lambda: MemoryStore(uuid.uuid4().hex))
     up: bool = True
     progress: float = 0.0
     ends: list[float] = field(default_factory=list)  # the times of deaths that were followed by a restart
-    counted: list[float] = field(default_factory=list)  # those times that the present keeper can know
+    counted: list[float] = field(default_factory=list)  # death times that the present keeper knows
     recoveries: list[Recovery] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class World:
         return sum(self.now - at < LIMITS.window_seconds for at in self.counted)
 
     def end(self) -> None:
-        """Let the role die, hang, or fail to start in time."""
+        """Mark the role as dead; a hang and a slow start have the same effect."""
         left = LIMITS.restarts - self.recent
         outage = self.keeper.mark_down(ROLE, "gone", "a step", 2)
         assert left > 0, "more restarts than the budget has"
@@ -82,14 +82,14 @@ class World:
         self.up = False
 
     def recover(self) -> None:
-        """Let the pause pass, and the role start and make progress."""
+        """Advance the clock past the pause, and let the role start and make progress."""
         if outage := self.keeper.outage(ROLE):
             self.now = max(self.now, outage.due)
         while not self.up:
             self.look()
 
     def look(self) -> None:
-        """Do a keeper's regular look."""
+        """Let the keeper check the role once, as it does regularly."""
         outage = self.keeper.outage(ROLE)
         if outage is None:
             return
@@ -124,7 +124,7 @@ def test_random_restarts_stay_within_budget_and_are_recorded(
                 ):
                     world.keeper.mark_down(ROLE, "gone")
                 break
-            world.end()  # within the budget, the role is always restarted
+            world.end()  # below the limit on restarts, the role is always restarted
         elif kind == "look":
             world.look()
         elif kind == "recover":
@@ -174,8 +174,8 @@ def test_clock_change_uses_no_restart_budget(step: float) -> None:
 
 
 def test_restart_by_the_user_resets_the_restart_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's start resets the budget, because the user has looked at the cause; a supervisor that follows a dead one
-    does not reset it.
+    """A start by a user resets the count of restarts, because the user has looked at the cause. A supervisor that
+    follows a dead one does not reset the count.
     """
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
@@ -199,7 +199,7 @@ DAMAGED = (
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
-def test_damaged_restart_record_does_not_refill_the_budget(damaged: str) -> None:
+def test_damaged_restart_record_does_not_reset_the_limit(damaged: str) -> None:
     run = MemoryStore(uuid.uuid4().hex)
     journal = RecoveryLog(run)
     journal.append(record(ROLE, 1, 990.0, 991.0))

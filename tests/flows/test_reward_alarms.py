@@ -1,4 +1,6 @@
-"""Alarms for reward hacking: planted series raise them, ordinary ones do not, and they reach a user and MLflow."""
+"""Tests alarms for reward hacking: suspicious metrics raise an alarm, ordinary metrics do not, and users and MLflow see
+the alarms.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_ordinary_curves_of_reward_parts_raise_no_alarm(change: dict[str, Series
 
 
 def test_normal_run_of_the_quick_start_raises_no_alarm() -> None:
-    """Also while answers are only partly right, and a form that every response has cannot rise."""
+    """There is no alarm while answers are only partly right. A reward part that every response already gets in full
+    cannot rise.
+    """
     assert find_alarms(versions(**LEARNED), ["sums"]) == []
     partial = {**LEARNED, "accuracy": rising(0.0, 0.0), "part_sums_answer": rising(0.1, 0.5)}
     assert find_alarms(versions(**partial), ["sums"]) == []
@@ -117,7 +121,9 @@ def test_reward_with_a_single_part_raises_no_alarm() -> None:
 
 
 def test_value_before_penalties_does_not_count_as_a_reward_part() -> None:
-    """The scorer of a form records the value before the penalty as "answer": it rises with the part that carries it."""
+    """A scorer with a format penalty records the score before the penalty as "answer". This score rises together with
+    the part that it contains.
+    """
     parts = {"answer": Ends(0.3, 0.8), "short": Ends(0.1, 0.6), "maths": Ends(0.2, 0.2), "format": Ends(-0.02, -0.02)}
     assert find_lone_part(Ends(0.28, 0.78), parts) == "short"
     assert find_lone_part(Ends(0.5, 0.9), parts) == ""  # here "answer" is a part, because it is not the sum
@@ -134,7 +140,7 @@ def test_length_alarm_needs_a_relative_and_an_absolute_change(first: float, last
 
 
 def test_drift_of_response_length_in_one_source_raises_alarm() -> None:
-    """Each domain is compared with itself, and a domain whose name begins like another is not mixed up with it."""
+    """Each prompt domain is compared only with itself, even if its name begins like the name of another domain."""
     series = {
         "response_length": rising(40, 40),
         "response_length_sums": rising(20, 80),
@@ -216,7 +222,7 @@ def test_many_flipped_verdicts_raise_an_alarm_but_one_does_not(flips: int, verdi
 
 
 def test_wilson_lower_bound_matches_a_hand_calculation() -> None:
-    """Worked by hand: (0.15 + 0.1659 - 2.576 x 0.10258) / 1.3318 for 3 flips of 20."""
+    """For 3 flips of 20 verdicts, the bound is (0.15 + 0.1659 - 2.576 x 0.10258) / 1.3318."""
     assert compute_lower_bound(3, 20) == pytest.approx(0.0388, abs=5e-5)
     assert compute_lower_bound(0, 20) == pytest.approx(0.0, abs=1e-12)
     assert compute_lower_bound(1, 1) > FLIP_LIMIT, "so a smallest number of verdicts is needed, too"

@@ -1,4 +1,4 @@
-"""Sandboxes that cannot run: `check` refuses the recipe before the run, and `doctor` says why."""
+"""Tests that `rollflow check` refuses a recipe whose sandboxes cannot run, and that `doctor` gives the reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sandbox_of_every_scorer_is_checked(
     assert f'{section}.sandbox.kind = "bubblewrap" cannot run on this machine' in capsys.readouterr().err
 
 
-def test_pytest_case_is_refused_by_row_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytest_case_is_refused_if_the_sandbox_is_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path, "--offline", case=PYTEST_CASE) == 2
     error = capsys.readouterr().err
     assert 'line 1: case 1: reward.sandbox.kind = "run-code" cannot run test cases with "pytest"' in error

@@ -1,4 +1,6 @@
-"""Helper processes start, answer, and never outlive their owner; bad addresses get one sentence."""
+"""Tests that services start, answer, and never outlive the process that started them, and that bad addresses get a
+one-sentence error.
+"""
 
 from __future__ import annotations
 
@@ -261,7 +263,7 @@ time.sleep(600)
 @pytest.mark.soak
 @pytest.mark.slow
 def test_ray_cluster_restarts_at_its_old_address(tmp_path: Path, mark: str) -> None:
-    """The cluster's guards are killed, as by a kernel that is short of memory."""
+    """The cluster's guards are killed, as the kernel may do when memory is short."""
     head = RayHead(tmp_path, cpus=1)
     head.start()
     try:

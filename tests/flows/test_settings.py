@@ -1,4 +1,6 @@
-"""A settings file is refused by key, value and fix, holds no secret, and is used by doctor, check and run."""
+"""Tests that an invalid settings file is refused with key, value and fix, that it must not contain a secret, and that
+commands apply it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ PLANTED = "planted-4711"
 
 @pytest.fixture(autouse=True)
 def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a home for the test; variables that a file sets end with the test."""
+    """Set a run home for the test. Remove the variables that a settings file has set after the test."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -28,7 +30,7 @@ def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, text: str) -> Path:
-    """Write a settings file with that text."""
+    """Write a settings file with this text."""
     file = folder / "settings.toml"
     file.write_text(text)
     return file

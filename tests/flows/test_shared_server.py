@@ -1,4 +1,6 @@
-"""Of two homes that serve one run on one Prefect server, the second is refused; neither deletes the other's work."""
+"""Tests two run homes that serve the same run on one Prefect server: the second is refused, and neither deletes the
+other's deployments.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ NAME = "run-1234"
 
 
 class Server(SimpleNamespace):
-    """Deployments and a clock; a wait advances it by a second."""
+    """A made-up Prefect server with deployments and a clock; a wait advances the clock."""
 
     now = 1000.0
 

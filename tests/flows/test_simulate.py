@@ -1,4 +1,4 @@
-"""`rollflow plan` without `--gpus`: its table and files, hardware from a recorded run, and errors for bad input."""
+"""Tests `rollflow plan` without `--gpus`: table, files, hardware from a recorded run, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_timeline_files_are_self_contained(file: Path, tmp_path: Path) -> None:
 
 
 def test_timeline_row_shows_the_mean_of_several_engines() -> None:
-    """Worked by hand: three engines in two rows, two bins of 5 s."""
+    """The expected values are computed by hand for three engines in two rows and two time bins of 5 s."""
     engines = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]], np.float32)
     span = Span(1, 2.0, 9.0)
     timeline = Timeline(5.0, engines, np.array([3.0, 10.0], np.float32), [span], [], slots=8)
@@ -134,7 +134,7 @@ def test_shipped_hardware_file_is_found_by_name(name: str) -> None:
 
 
 @pytest.mark.long
-def test_baseline_shares_of_time_equal_the_published_shares() -> None:
+def test_simulated_synchronous_step_has_published_time_shares() -> None:
     """RollPacker's shares of a synchronous step in maths: 72 % rollout, 5 % reward, 23 % training."""
     from rollflow.tasks.simulation.world import simulate
 
@@ -186,12 +186,14 @@ def group(number: int, index: int) -> TrajectoryGroup:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A synchronous run of 12 versions that recorded a step of generation + reward + training + update."""
+    """A synchronous run of 12 versions. The recorded time of a step is the sum of generation, reward, training and
+    update.
+    """
     return recorded(tmp_path, 12)
 
 
 def recorded(folder: Path, versions: int) -> Path:
-    """Return the log of such a run; its clock advances by one step with each version."""
+    """Write the log of such a run, whose clock advances by one step with each version. Return the run's folder."""
     recipe = load_recipe(Path(RECIPE), ["groups=2", "group_size=4", "async_ratio=0", "versions=12"])
     path = folder / "store" / "runs" / "recorded"
     store = open_store(str(path))

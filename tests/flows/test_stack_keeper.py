@@ -1,4 +1,6 @@
-"""A dead stack process is restarted, within a budget; `rollflow serve --end` ends the stack process and its keeper."""
+"""Tests that a dead `rollflow serve` is restarted a limited number of times, and that `rollflow serve --end` ends it
+and its keeper.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_dead_servers_are_restarted_until_serve_ends(tmp_path: Path) -> None:
     first = pid_of(tmp_path)
     os.kill(first, signal.SIGKILL)
     until(lambda: stack.find(tmp_path) is None or pid_of(tmp_path) != first)
-    assert borrowed.running  # the keeper restarts the stack, so its users wait
+    assert borrowed.running  # the keeper restarts the servers, so the commands that use them wait
     assert pid_of(tmp_path) != first
     assert stack.end(tmp_path)
     assert keeper.wait() == 0
@@ -86,7 +88,7 @@ def test_servers_that_fail_too_often_are_not_restarted(tmp_path: Path) -> None:
 
 
 def test_servers_that_fail_after_their_start_are_restarted(tmp_path: Path) -> None:
-    """After an error the stack ends in order: no command finds the stack, and its process has an exit code."""
+    """After an error, `rollflow serve` ends in order: no command finds its servers, and it has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(1); sys.exit(1)"), str(tmp_path)]
     with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code 1"):
         keep_stack(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
@@ -109,10 +111,10 @@ def test_simultaneous_starts_give_one_set_of_servers(
     def begun(_: Path) -> bool:
         nonlocal looks
         looks += 1
-        return looks > 1  # the stack began to start after the first look
+        return looks > 1  # the servers began to start after the first check
 
     monkeypatch.setattr(serve, "_is_begun", begun)
-    # the stack is not found before that
+    # the servers are not found before that
     monkeypatch.setattr(stack, "find", lambda place: find(place) if looks > 1 else None)
     assert main(["serve", "--background"]) == 0
     assert capsys.readouterr().out.startswith("the servers are up already\n")

@@ -1,4 +1,4 @@
-"""Stages and the channel wait for their restarts side by side; no restart delays the supervision of the other
+"""Tests that the restart of a stage, or of the channel, does not delay the supervision and the restarts of the other
 stages.
 """
 
@@ -47,7 +47,9 @@ STATES: Mapping[str, Any] = {
 
 
 class World:
-    """A Prefect server and a cluster on a clock that a test advances; records the starts by role, and the deaths."""
+    """A made-up Prefect server and Ray cluster, on a clock that a test advances. The starts of roles and the messages
+    are recorded.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, context: RunContext) -> None:
         self.now = 1000.0
@@ -143,7 +145,9 @@ def test_each_stage_is_started_once(world: World) -> None:
 def test_remaining_stages_are_ended_after_the_last_version(
     world: World, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """The next supervisor finds every version trained; the waiting reward stage and all actors are still there."""
+    """The next supervisor finds that every version is trained. The reward stage, which waits for work, and all actors
+    are still running.
+    """
     started, killed = list(world.started), list[str]()
     stages = Stages(world.stages.context, "a:1", world.told.append)
     left = [
@@ -251,7 +255,9 @@ def test_supervisor_notices_that_its_flow_run_is_paused(world: World) -> None:
 
 @pytest.mark.parametrize("claimed", [False, True], ids=["no role since", "a role since"])
 def test_stages_of_an_older_config_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: bool) -> None:
-    """A run with a changed config first ends old flow runs and actors, until a role is claimed under the new config."""
+    """After a config change, a run first ends the old flow runs and actors. It ends nothing if a stage has already
+    started with the new config.
+    """
     store = open_store(str(tmp_path))
     describe(store, "run", RunConfig())
     supervisor = Supervisor(store)

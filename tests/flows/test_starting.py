@@ -1,4 +1,6 @@
-"""From start to end, a run has one command in charge, obeys a stop request, and has a true status."""
+"""Tests that only one command controls a run, that a run obeys a stop request, and that its status is true from start
+to end.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def drive(run: RunContext, monkeypatch: pytest.MonkeyPatch, session: Any) -> int
 
 
 def test_stop_request_during_start_is_obeyed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop request from before the run's start does not count; a later stop request counts."""
+    """A stop request from before the run's start is ignored; a later stop request is obeyed."""
     began: list[float] = []
     request_stop(run.store, "stop")
 
@@ -219,9 +221,9 @@ def test_run_home_without_file_locks_is_refused(run: RunContext, monkeypatch: py
         pass
 
 
-def test_status_age_counts_from_its_last_change(run: RunContext) -> None:
-    """The age is counted from the writing of the status, not from the last look, so that a silent run does not look
-    fresh.
+def test_age_of_a_status_starts_at_its_last_change(run: RunContext) -> None:
+    """The age is the time since the status was written, not since it was last read, so that a silent run does not seem
+    alive.
     """
     tell(run, RunStatus("one", "training", 4, 9))
     os.utime(Path(run.uri) / STATUS, (0, 0))

@@ -1,4 +1,4 @@
-"""The status is built from the typed values that actors report, never from their texts."""
+"""Tests that the status is built from the typed values that actors report, and never from their texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.described import describe
 
 
 class Seen:
-    """Stages whose actors have given this status last."""
+    """Stages with the last status that each actor has reported."""
 
     def __init__(self, rollout: RolloutStatus, learner: LearnerStatus, reward: RewardStatus | None = None) -> None:
         self.rollout, self.learner, self.usage = rollout, learner, CpuUsage()
@@ -44,7 +44,7 @@ class NoTracker:
 
 
 def shown(folder: Path, rollout: RolloutStatus, learner: LearnerStatus) -> RunStatus:
-    """Return the stored status after the supervisor's first look at a run without a version."""
+    """Return the stored status of a run without a version, after the supervisor has written it for the first time."""
     describe(open_store(str(folder)), "new", RunConfig(groups=4))
     context = RunContext(str(folder), folder / "cache")
     tracker: Any = NoTracker()
@@ -69,7 +69,7 @@ def test_status_phase_follows_the_phase_of_the_learner(tmp_path: Path, learner: 
 
 
 def test_status_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the progress in the status, a session distinguishes a busy supervisor from one that hangs."""
+    """The progress in the status shows a command that follows the run whether the supervisor is busy or hangs."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
     writer = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)
@@ -123,7 +123,7 @@ def test_counts_of_the_reward_stage_become_version_metrics(tmp_path: Path) -> No
     assert not any("/" in name for name in without)
 
 
-def test_sandbox_figures_are_in_status_run_records_and_mlflow(tmp_path: Path) -> None:
+def test_sandbox_counts_are_in_status_run_records_and_mlflow(tmp_path: Path) -> None:
     """The supervisor is restarted, and the reward actor dies and is restarted."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
@@ -149,7 +149,7 @@ def test_sandbox_figures_are_in_status_run_records_and_mlflow(tmp_path: Path) ->
     assert (row["kind"], row["programs"], row["killed at the deadline"], row["in use"]) == ("rock", 4, 1, 1)
 
 
-def test_environment_figures_are_in_status_records_and_mlflow(tmp_path: Path) -> None:
+def test_environment_counts_are_in_status_records_and_mlflow(tmp_path: Path) -> None:
     """The supervisor and the rollout actor are restarted."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())

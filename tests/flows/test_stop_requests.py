@@ -1,4 +1,6 @@
-"""A user ends a run through its storage, at the next version or at once; resuming the run removes the request."""
+"""Tests that a user can end a run through its storage, at the next version or at once, and that resuming the run
+removes the request.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_stop_request_is_valid_until_withdrawn(run: RunContext) -> None:
 
 
 def test_stop_request_made_during_the_start_is_kept(run: RunContext) -> None:
-    """A stop request in the seconds between the start and the supervisor's claim must not be lost."""
+    """A stop request must not be lost if it comes between the run's start and the supervisor's first log entry."""
     asked = request_stop(run.store, "stop")
     take_back(run.store, asked.at - 1.0)
     assert read_request(run.store) == asked
@@ -73,7 +75,7 @@ def test_stop_request_made_during_the_start_is_kept(run: RunContext) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-def test_flow_run_counts_as_started_at_its_start_or_resumption(prefect_server: PrefectServer) -> None:
+def test_request_time_of_a_flow_run_is_its_start_or_resumption(prefect_server: PrefectServer) -> None:
     """The time is that of the start, retry or resumption, not when the server notices it late or the process begins."""
     with use_server(prefect_server), open_client() as client:
         began = time.time()
@@ -97,9 +99,9 @@ def test_unreadable_stop_request_is_ignored(run: RunContext, text: bytes) -> Non
 
 
 def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[Any], None]) -> list[str]:
-    """Follow a run whose version grows by one at each look, from version 3 on; return the messages to users.
+    """Watch a run whose version grows by one at each check, from version 3 on. Return the messages to users.
 
-    `looks` is called with the run's stages at each look.
+    `looks` is called with the run's stages at each check.
     """
     monkeypatch.setattr(following_module, "TELL_SECONDS", -1.0)
     monkeypatch.setattr(following_module, "POLL_SECONDS", 0.0)
@@ -146,7 +148,7 @@ def test_cancel_request_ends_the_run_immediately(run: RunContext, monkeypatch: p
     assert followed(run, monkeypatch, lambda stages: None) == ["the run was cancelled by `rollflow stop --now`"]
 
 
-def test_pausing_a_run_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pausing_a_run_is_immediate_and_is_not_a_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         stages.paused = stages.progress.version == 4
 

@@ -1,5 +1,5 @@
-"""A supervisor is stuck if it writes no status, except while the store cannot be read; a crashed supervisor is
-restarted.
+"""Tests that a supervisor is stuck if it writes no status although the store can be read, and that a crashed supervisor
+is restarted.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_supervisor_that_hangs_after_the_run_is_not_restarted(tmp_path: Path, mo
     ("state", "phase", "ended"),
     [(Cancelled(), "stopped", True), (Suspended(), "paused", False), (Paused(), "paused", False)],
 )
-def test_pause_or_cancel_by_the_user_is_no_failure(
+def test_pause_or_cancel_by_the_user_is_not_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, phase: str, *, ended: bool
 ) -> None:
     """Only a user's resumption restarts a paused run, however long the pause is."""
@@ -181,7 +181,7 @@ def test_unreachable_storage_of_one_run_delays_no_other_run(monkeypatch: pytest.
 
 
 def test_old_run_is_restarted_despite_many_newer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Prefect server returns a limited number of flow runs at a time, and all runs of a home share one database."""
+    """A Prefect server returns a limited number of flow runs at once, and all runs of a run home share a database."""
     config = {"config": RunConfig().model_dump(mode="json")}
 
     def supervisor(number: int) -> Any:
@@ -205,8 +205,10 @@ def test_old_run_is_restarted_despite_many_newer_runs(tmp_path: Path, monkeypatc
     assert str(successor.flow_run) == f"after:{oldest.id}"
 
 
-def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run without a session has its budget reset, too, because an automation does not know who started the run."""
+def test_user_restart_resets_the_supervisor_restart_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count of restarts is reset, too, for a run that no command follows, because an automation does not know who
+    started the run.
+    """
     config = {"config": RunConfig(recovery=RecoveryConfig(restarts=2)).model_dump(mode="json")}
     there: list[FlowRun] = []
 
@@ -257,8 +259,8 @@ def patient(tmp_path: Path) -> RunContext:
 
 
 class Watched:
-    """A status writer and a claim whose storage answers as `looks` say, and after that always as the last of `looks`
-    says.
+    """A made-up status writer and log writer. Each call raises the next error in `looks`, or succeeds for None. If the
+    last item of `looks` is an error, it is raised again and again.
     """
 
     paused = False

@@ -1,4 +1,4 @@
-"""`rollflow sweep`: the runs of a study, which of them are skipped, and what ends the sweep."""
+"""Tests `rollflow sweep`: the runs of a study, which of them are skipped, and what ends the sweep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def asked(*sets: str, seeds: int = 1) -> list[sweep.SweepRun]:
         ("a=1", ["a=1"]),
         ("a=[1, 2],[3]", ["a=[1, 2]", "a=[3]"]),
         ('a="x,y",z', ['a="x,y"', "a=z"]),
-        ("a=[1,", ["a=[1,"]),  # the text is no TOML, so reading the recipe rejects it
+        ("a=[1,", ["a=[1,"]),  # the text is not TOML, so reading the recipe rejects it
     ],
 )
 def test_sweep_values_are_separated_by_commas_outside_quotes(override: str, values: list[str]) -> None:

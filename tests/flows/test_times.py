@@ -1,4 +1,4 @@
-"""Every time in output and in names is UTC, whatever the machine's time zone."""
+"""Tests that every time in output and in names is UTC, whatever the machine's time zone is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AT = 1_769_860_800.0  # 2026-01-31 12:00 UTC, 17:30 in India
 
 @pytest.fixture(autouse=True)
 def india(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set the machine's zone to five and a half hours ahead, at one moment."""
+    """Set the machine's time zone to India's, which is 5.5 hours ahead of UTC, and fix the time."""
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
     monkeypatch.setattr(time, "time", lambda: AT)
@@ -68,7 +68,9 @@ def test_log_of_a_run_command_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nightly_runs_are_named_by_utc_date() -> None:
-    """The schedule uses the file's time zone, names use UTC: an hour that clocks repeat gives two names."""
+    """The schedule uses the time zone in the nightly file, but run names use UTC. So an hour that occurs twice, when
+    clocks are set back, gives two names.
+    """
     plan = nightly.Nightly(name="night", recipes=("x.toml",), timezone="Europe/Berlin")
     when = datetime.fromtimestamp(AT, UTC)
     assert nightly.render_report(plan, when, []).startswith("# night, 2026-01-31 12:00Z\n")

@@ -1,5 +1,5 @@
-"""TLS and tokens of a user's services: each service uses its own settings; missing settings give an error of one
-sentence.
+"""Tests TLS and tokens of a user's services: each service uses its own settings, and missing settings give a
+one-sentence error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small run whose responses have rewards of tokens: its metrics, its audit, and its replay."""
+"""Tests a small run in which single tokens of the responses have rewards: its metrics, its audit, and its replay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tests.support.small_run import prepare_small, train_small
 
 
 def with_token_rewards(one: Trajectory, draw: Random) -> Trajectory:
-    """Give every second sampled token a reward, on average, and every fourth trajectory none."""
+    """Return a trajectory with random token rewards. On average, two of three sampled tokens have a reward, and every
+    fourth trajectory has no rewards.
+    """
     if draw.random() < 0.25:
         return one
     rewards = [draw.choice([0.0, 0.5, math.nan]) if chosen else math.nan for chosen in one.loss_mask]

@@ -1,4 +1,6 @@
-"""Tracking on a real SQLite store: a resume logs no point twice, secrets are removed, failures end nothing."""
+"""Tests tracking with MLflow on an SQLite store: a resumed run logs no metric twice, secrets are removed, and failures
+do not end a run.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +129,8 @@ def test_metrics_of_several_versions_take_one_mlflow_call(
 
 @pytest.mark.slow
 def test_log_hashes_in_mlflow_are_never_replaced(place: TrackingPlace) -> None:
-    """MLflow keeps hashes of log entries (anchors). The tracker of a later supervisor does not replace them. A run with
-    another key has anchors of its own.
+    """MLflow keeps the hashes of log entries (anchors). The tracker of a later supervisor does not replace these
+    anchors. A run with another key has its own anchors.
     """
     first = Tracker(place, "run-anchored", PARAMETERS, key="anchored-1")
     first.log_anchor(Anchor(0, "a" * 64))
@@ -205,7 +207,7 @@ def test_failed_mlflow_write_is_recorded_and_retried(place: TrackingPlace, monke
 
 @pytest.mark.slow
 def test_metric_prefix_separates_training_and_evaluation(place: TrackingPlace) -> None:
-    """Training accuracy and held-out accuracy are two series, and a plain name would fit neither."""
+    """Training accuracy and held-out accuracy are two metrics; the name "accuracy" alone would be ambiguous."""
     tracker = Tracker(place, "run-4", {})
     metrics = {"accuracy": 0.25, "reward": 0.3, "staleness_0": 4.0, "discarded_stale": 1.0, "groups_sums": 2.0}
     tracker.log_version(1, metrics | {"loss": 0.1, "wait_seconds": 2.0}, when=1.0)
@@ -225,9 +227,7 @@ def test_metric_prefix_separates_training_and_evaluation(place: TrackingPlace) -
 
 @pytest.mark.slow
 def test_no_mlflow_metric_equals_its_own_step_number(place: TrackingPlace) -> None:
-    """A metric that repeats its step is a straight line on MLflow's page, and the steps of other metrics say what was
-    logged.
-    """
+    """A metric that equals its step number would be a useless straight line on MLflow's page."""
     for first in (1, 3):
         tracker = Tracker(place, "run-5", {})
         for version in range(1, first + 2):
@@ -291,7 +291,9 @@ ENDED = RunOutcome(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}
 
 @pytest.mark.slow
 def test_runs_of_a_study_share_a_parent_run_in_mlflow(place: TrackingPlace) -> None:
-    """The facts are logged once even if a supervisor that takes over opens the run and logs the facts again."""
+    """The description of a run is logged only once, even if a supervisor that takes over opens the MLflow run and logs
+    the description again.
+    """
     for run_id in ("seed-0", "seed-1", "seed-0"):
         tracker = Tracker(place, run_id, {}, beginning=BEGUN)
         tracker.log_ending(ENDED)
@@ -303,7 +305,7 @@ def test_runs_of_a_study_share_a_parent_run_in_mlflow(place: TrackingPlace) -> N
     (parent,) = map(client.get_run, parents)
     assert parent.info.run_name == "sweep of rates"
     assert run.data.tags["final.tokens_per_second"] == "50"
-    assert run.data.metrics == {}  # figures of the whole run are tags, because a metric would be a plot of one point
+    assert run.data.metrics == {}  # numbers of the whole run are tags, because a metric would be a plot of one point
     files = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert files == {"recipe.toml", "summary.json", "samples.json"}
     (given,) = run.inputs.dataset_inputs

@@ -1,4 +1,6 @@
-"""Under each environment setting a run works, or one sentence names the variable (exit code 2)."""
+"""Tests environment variables and limits: a run works with each setting, or one sentence names the variable (exit code
+2).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set a new home, no proxy, and no cached temporary folder."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     for name in (*PROXIES, "no_proxy", "NO_PROXY", "PREFECT_API_URL", "PYTHONWARNINGS"):
-        monkeypatch.setenv(name, "")  # so that the end of the test undoes what a command sets
+        monkeypatch.setenv(name, "")  # lets the end of the test undo what a command sets
         monkeypatch.delenv(name)
     monkeypatch.setattr("tempfile.tempdir", None)
 
@@ -162,7 +164,7 @@ def test_loopback_bypasses_proxies(name: str, given: str, server: str, monkeypat
     assert ("example.org" in os.environ["NO_PROXY"]) == (given == "example.org")
 
 
-def test_proxy_still_serves_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_other_hosts_still_use_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", DEAD)
     bypass_proxies(os.environ)
     assert botocore.utils.get_environ_proxies("https://bucket.s3.amazonaws.com")["https"] == DEAD
@@ -226,7 +228,7 @@ def test_user_without_a_home_gets_the_run_home(tmp_path: Path, monkeypatch: pyte
         raise KeyError(uid)
 
     for name in ("HOME", "PREFECT_HOME", "PREFECT_API_URL"):
-        monkeypatch.setenv(name, "/home/of/somebody")  # so that the end of the test undoes what is set
+        monkeypatch.setenv(name, "/home/of/somebody")  # lets the end of the test undo what a command sets
         give_home(os.environ, tmp_path)
         assert os.environ[name] == "/home/of/somebody"
         monkeypatch.delenv(name)

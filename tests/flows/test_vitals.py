@@ -1,4 +1,6 @@
-"""An actor that does not answer is busy while its process computes, and stuck once the process is idle."""
+"""Tests that an actor that does not answer is called busy while its process computes, and stuck once the process is
+idle.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from rollflow.storage.errors import Unreachable
 
 
 class World:
-    """A clock, and an actor whose process computes a share of the time."""
+    """A clock, and an actor whose process uses a share of a CPU that the test sets."""
 
     def __init__(self) -> None:
         self.now, self.used, self.share, self.lost = 0.0, 0.0, 0.0, ""
@@ -30,7 +32,7 @@ class World:
         return Process(self.state, 7, "node", "LearnerActor")
 
     def starting(self, vitals: Vitals, seconds: float) -> set[bool]:
-        """Return what each look reports over this time."""
+        """Return what each check reports while so many seconds pass."""
         until, said = self.now + seconds, set[bool]()
         while self.now < until:
             self.now, self.used = self.now + 0.5, self.used + 0.5 * self.share
@@ -78,7 +80,7 @@ def test_starting_actor_without_a_process_counts_as_stuck(world: World, vitals: 
 
 
 def test_actor_creation_may_take_start_seconds_but_not_more(world: World, vitals: Vitals) -> None:
-    """The actor imports behind four others on two cores."""
+    """The actor's imports are slow, because four other actors also import modules on the two cores."""
     world.state = "PENDING_CREATION"
     assert world.starting(vitals, START_SECONDS) == {True}
     with pytest.raises(Unreachable, match=f"waited {START_SECONDS:g} s for learner to start"):

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # Flush here, because an error while the interpreter exits could not be caught.
     except BrokenPipeError:
         gone = [stream for stream in (sys.stdout, sys.stderr) if _is_reader_gone(stream)]
-        if not gone:  # The broken pipe is not a standard stream.
+        if not gone:  # The broken pipe does not belong to a standard stream.
             raise
         for stream in gone:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

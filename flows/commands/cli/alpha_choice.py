@@ -1,4 +1,6 @@
-"""Says which alpha is best for a recipe on this machine, by simulation with the times of a recorded run."""
+"""Says which alpha (`async_ratio`, the largest staleness of a trained sample) is best for a recipe on this machine. The
+alphas are simulated with the times of a recorded run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from rollflow.tasks.simulation.planner import TOLERANCE
 
 
 def describe_alphas(config: RunConfig, overlap: Overlap, outcomes: Sequence[AlphaOutcome]) -> Iterator[str]:
-    """Yield sentences: what engines and learner share, the simulated step time of each alpha, and the key to set."""
+    """Yield sentences: which hardware engines and learner share, the simulated step time at each alpha, and which
+    config key to set.
+    """
     chosen = choose_alpha(outcomes)
     yield _describe_sharing(overlap)
     yield "simulated step: " + ", ".join(map(_describe_outcome, outcomes))

@@ -1,4 +1,6 @@
-"""Defines the options of the commands that ask a policy or judge its responses: `play`, `evaluate` and `rejudge`."""
+"""Defines the options of `play` and `evaluate`, which run a policy on prompts, and of `rejudge`, which judges stored
+responses again.
+"""
 
 from __future__ import annotations
 

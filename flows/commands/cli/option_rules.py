@@ -55,8 +55,8 @@ def check_earlier_name(arguments: Sequence[str]) -> None:
 
 
 def move_version(options: argparse.Namespace) -> None:
-    """Move a number that the user gave in place of a run, because a number names a policy version or trajectory of the
-    newest run.
+    """Move a number that the user gave in place of a run to the argument for a policy version or trajectory. The
+    command then uses the newest run.
     """
     second = SECOND.get(options.verb)
     if second is None or not options.run or getattr(options, second) is not None:

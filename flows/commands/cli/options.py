@@ -189,7 +189,7 @@ def _add_compare(commands: Commands) -> None:
     compare.add_argument(
         "--html", type=Path, metavar="FILE", help="HTML file to write; default: compare.html in the run home"
     )
-    compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
+    compare.add_argument("--json", action="store_true", help="print the numbers and curves as one JSON object")
 
 
 def _add_proving(commands: Commands) -> None:

@@ -71,7 +71,9 @@ def compare(
 
 
 def _print_alphas(config: RunConfig, hardware: Hardware, console: Console) -> None:
-    """Print which alpha is best for the recipe if it runs on this machine, with the times of the recorded run."""
+    """Print which alpha (`async_ratio`) is best for the recipe on this machine. The alphas are simulated with the times
+    of the recorded run.
+    """
     if config.cluster.address != "auto":
         return  # the machines of another cluster are not known here
     overlap = find_overlap(config, [read_machine()])
@@ -119,7 +121,7 @@ def _read_version(context: RunContext, before: PolicyVersion, after: PolicyVersi
 
 
 def _count_tokens(batch: TrajectoryBatch) -> list[int]:
-    """Return the number of tokens that the policy sampled in each episode, in all branches."""
+    """Return the number of tokens that the policy sampled in each episode, summed over the episode's branches."""
     masks = batch.table["loss_mask"].combine_chunks()
     chosen = np.concatenate([[0], np.cumsum(masks.flatten().to_numpy(zero_copy_only=False))])
     ends = masks.offsets.to_numpy()

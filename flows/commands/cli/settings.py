@@ -1,5 +1,5 @@
-"""Reads settings files. Reads a settings file, which has the settings of an installation for all runs. A settings file
-is written by Terraform (`infra/terraform`) or by a user.
+"""Reads a settings file, which sets environment variables and configuration keys for all runs of an installation. A
+settings file is written by Terraform (`infra/terraform`) or by a user.
 
     [variables]                                     # environment variables of a command
     PREFECT_API_URL = "http://127.0.0.1:4200/api"
@@ -8,10 +8,10 @@ is written by Terraform (`infra/terraform`) or by a user.
 
 Guarantees:
 - A settings file may set only variables that rollflow or one of its libraries reads, and only keys of a recipe.
-- A secret in a settings file is rejected, and its value is not shown. Variables for secrets, and passwords in
-  addresses, count as secrets.
-- `--settings FILE` sets the variables, and then the keys of the recipe. `--set` has priority over the settings file,
-  and the settings file over the recipe.
+- A secret in a settings file is rejected, and its value is not shown. Secrets are the values of variables for secrets,
+  and passwords in addresses.
+- `--settings FILE` sets the variables, and then the keys of the recipe. The options `--set` override the settings file,
+  and the settings file overrides the recipe.
 """
 
 from __future__ import annotations

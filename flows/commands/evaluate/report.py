@@ -1,8 +1,8 @@
 """Counts the responses of an evaluation, and shows the accuracies with their intervals as a table or as JSON.
 
 Each accuracy (share of right responses) is shown with its 95% confidence interval by Wilson's formula. If a prompt has
-several responses, the interval uses a smaller number (`effective_size`), because responses to one prompt are not
-independent.
+several responses, the interval is computed for a smaller number of responses (`effective_size`), because responses to
+one prompt are not independent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ HELD_OUT = "held out"  # name of the row for all held-out prompts of the recipe
 
 @dataclass(slots=True)
 class ResponseCounts:
-    """Counts of the responses to some prompts. A response that nobody could judge counts only in `unjudged`."""
+    """Counts of the responses to some prompts. A response that the scorer could not judge is counted only in
+    `unjudged`.
+    """
 
-    prompts: dict[int, PromptResult] = field(default_factory=dict)  # by the index of the prompt
+    prompts: dict[int, PromptResult] = field(default_factory=dict)  # results by the index of the prompt
     responses: int = 0
     unjudged: int = 0
     reward: float = 0.0  # sum of the rewards
@@ -38,7 +40,7 @@ class ResponseCounts:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def add(self, one: EvaluatedResponse, right: bool) -> None:
-        """Count a response, and whether it is right."""
+        """Count a response; `right` says whether it is correct."""
         self.outcomes[one.score.outcome.value] += 1
         if one.score.outcome is Outcome.UNJUDGED:
             self.unjudged += 1
@@ -76,9 +78,9 @@ class EvaluationReport:
     asked: int
     by_value: bool  # True if a response with the reward 1 is right, whatever its outcome
     sets: frozenset[str] = frozenset()  # names of the evaluation sets, which are the domains of their prompts
-    counts: dict[str, ResponseCounts] = field(default_factory=dict)  # by domain or evaluation set
+    counts: dict[str, ResponseCounts] = field(default_factory=dict)  # by name of domain or evaluation set
     unjudged: str = ""  # reason why the first unjudged response could not be judged
-    measures: Mapping[str, float] = field(default_factory=dict)  # by name, of the environment
+    measures: Mapping[str, float] = field(default_factory=dict)  # measures of the environment by name
 
     def add(self, one: EvaluatedResponse) -> None:
         """Count a response."""
@@ -90,7 +92,7 @@ class EvaluationReport:
 
     @property
     def done(self) -> int:
-        """The number of responses that have a score, judged or not."""
+        """The number of responses that were scored, including those that could not be judged."""
         names = (HELD_OUT, *self.sets)
         return sum(self.counts[name].outcomes.total() for name in names if name in self.counts)
 

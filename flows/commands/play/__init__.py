@@ -1,6 +1,6 @@
 """Implements `rollflow play RECIPE`: a person, a random policy, an endpoint or a version of a run plays the recipe's
 environment in the terminal, and each episode is scored. The environment and the scorers work as in an evaluation of a
-run. The command starts no Ray and no Prefect, and writes nothing to the store.
+run. The command starts neither Ray nor Prefect, and writes nothing to the store.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class EndpointPlayer:
                 answer = await client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
         except (httpx.InvalidURL, httpx.UnsupportedProtocol):
             cure = "give an address like http://127.0.0.1:8000/v1"
-            raise ConfigError(f"--endpoint {self.url}: this is no address of an endpoint; {cure}") from None
+            raise ConfigError(f"--endpoint {self.url}: this is not the address of an endpoint; {cure}") from None
         except httpx.HTTPError as error:
             said = str(error) or type(error).__name__
             raise Unreachable(

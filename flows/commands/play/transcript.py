@@ -1,4 +1,4 @@
-"""Follows an episode in a form that people can read: who said what, instead of tokens. Rendered chat messages are shown
+"""Records an episode in a form that people can read: who said what, instead of tokens. Rendered chat messages are shown
 without the marks of the chat template.
 """
 
@@ -73,7 +73,7 @@ class Transcript:
     _known: Int32s = field(default_factory=Int32s)  # the part of the context that was noted so far
 
     def __post_init__(self) -> None:
-        """Begin with the prompt."""
+        """Begin the conversation with the prompt."""
         self._begin()
 
     def _begin(self) -> None:

@@ -1,4 +1,6 @@
-"""Replays the episode that a user names, and shows its frames in the terminal, as PNG files or as JSON."""
+"""Replays the episode that a user names, and shows its frames (what its environment renders) in the terminal, as PNG
+files or as JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Writes the frames of an episode as Markdown, for the page of a run in Prefect."""
+"""Writes the frames of an episode (what its environment renders after each turn) as Markdown, for a run's page in
+Prefect.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from rollflow.tasks.environments.config import MixedEnvironment
 from rollflow.tasks.environments.foreign.frames import FrameTaker
 from rollflow.tasks.run.context import RunContext
 
-PAGE_SECONDS = 20.0  # longest time in seconds of a replay for the page, for which the supervising flow waits
+PAGE_SECONDS = 20.0  # longest time in seconds of a replay for the page; the supervising flow waits for it
 LONGEST_SIDE = 320  # largest number of pixels of a side of a picture on the page
 COLOURS = 64  # number of colours of a picture on the page, which bounds its size
 
@@ -23,8 +25,8 @@ COLOURS = 64  # number of colours of a picture on the page, which bounds its siz
 def place_page_frames(
     context: RunContext, key: GroupKey, trajectories: Sequence[Trajectory]
 ) -> Callable[[Sequence[TurnPart]], Iterable[TurnPart | str]]:
-    """Return a function that puts the frames of an episode between its parts, as Markdown; without `page_frames` in the
-    config, the function returns the parts alone.
+    """Return a function that puts the frames of an episode between its parts, as Markdown. Without `page_frames` in the
+    config, that function returns only the parts.
     """
     taker = FrameTaker()
     try:
@@ -38,7 +40,7 @@ def place_page_frames(
 
 
 def _find_most(context: RunContext, key: GroupKey) -> int:
-    """Return the largest number of frames, which the environment of the prompt sets."""
+    """Return the largest number of frames to show. The config of the prompt's environment sets this number."""
     environment = context.config.environment
     if not isinstance(environment, MixedEnvironment) or not environment.shown_frames:
         return environment.shown_frames

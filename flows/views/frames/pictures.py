@@ -1,4 +1,6 @@
-"""Places the frames of an episode between its turns, and converts pixels to PNG pictures."""
+"""Places the frames of an episode (what its environment renders) between its turns, and converts pixels to PNG
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from rollflow.tasks.environments.foreign.frames import Frame
 def place_frames(
     parts: Sequence[TurnPart], frames: Sequence[Frame], decode: Callable[[Sequence[int]], str]
 ) -> Iterator[TurnPart | Frame]:
-    """Yield the parts of an episode, each turn followed by its frame. A text that the environment has written in the
-    part before its frame is not repeated.
+    """Yield the parts of an episode, each turn followed by its frame. If the part before a frame already contains the
+    frame's text, the text is not repeated.
     """
     left, turns, said = deque(frames), 0, ""
 
@@ -35,7 +37,7 @@ def place_frames(
 
 
 def name_turn(frame: Frame) -> str:
-    """Return after which turn a frame was rendered."""
+    """Return text that says after which turn a frame was rendered."""
     return f"after turn {frame.turn}" if frame.turn else "at the start"
 
 

@@ -5,8 +5,8 @@
          +---- same context? <-----+    a different context ends the replay
 
 The environment begins with the prompt's row and seed, and gets the recorded responses instead of new ones. Before each
-turn, the context that the environment has built must have exactly the recorded tokens; otherwise, the frames of this
-context are dropped. Nothing is written to the run.
+turn, the context that the environment has built must have exactly the recorded tokens. Otherwise the replay ends, and
+the frames of this context are dropped. Nothing is written to the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHANGED = "the replay differs from the recorded episode: the environment is not 
 
 @dataclass
 class RecordedTurns:
-    """Answers the turns of an episode with its recorded tokens, as long as the contexts are the recorded ones."""
+    """Answers the turns of an episode with its recorded tokens, as long as each context equals the recorded context."""
 
     turns: Sequence[tuple[Int32s, Int32s]]  # context and response of each turn
     taker: FrameTaker
@@ -68,7 +68,9 @@ class RecordedTurns:
         return Score(0.0)
 
     def check_end(self, score: Score | None, recorded: Trajectory, turns: int) -> None:
-        """Drop the last frames of a replay that ended early or with another reward, and note the reason."""
+        """Compare the end of the replay with the recorded episode. If the replay ended early or with another reward,
+        drop its last frames and note the reason.
+        """
         if self.taker.reason:
             return
         if score and score.outcome is Outcome.UNJUDGED:

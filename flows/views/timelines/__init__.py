@@ -1,3 +1,3 @@
-"""Draws the timelines of simulated training runs as HTML pages and PNG pictures, and prints their figures as a
-table.
+"""Draws the timelines of simulated training runs as HTML pages and PNG pictures, and prints the simulated times and
+counts as a table.
 """

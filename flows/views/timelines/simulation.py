@@ -1,7 +1,7 @@
 """Implements `rollflow plan` without `--gpus`, which simulates how a recipe would run on other hardware and shows the
 result.
 
-The simulation's figures are printed as a table. This module imports neither Ray nor torch.
+The simulated times and counts are printed as a table. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Outputs:
 def run_simulation(
     config: RunConfig, hardware: Hardware, versions: int | None, outputs: Outputs, *, console: Console | None = None
 ) -> SimulationResult:
-    """Simulate the recipe, print the figures of the simulation as a table, and write the files in `outputs`."""
+    """Simulate the recipe, print the simulated times and counts as a table, and write the files in `outputs`."""
     console = console or Console(highlight=False)
     with _show_progress(versions or config.versions) as watch:
         simulated = simulate(config, hardware, versions=versions, timeline=bool(outputs.plots), watch=watch)
@@ -85,7 +85,7 @@ def run_simulation(
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """Return all figures of a simulation as a JSON object."""
+    """Return all results of a simulation as a JSON object."""
     bias = {"mean_difference": figures.bias.mean_difference, "p99_difference": figures.bias.p99_difference}
     found = asdict(figures)
     return {**found, "staleness_mean": figures.staleness_mean, "bias": {**found["bias"], **bias}}
@@ -113,7 +113,7 @@ def _show_progress(versions: int) -> Iterator[Callable[[int], None]]:
 
 
 def build_table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
-    """Build the table of a simulation's figures."""
+    """Build the table of a simulation's times and counts."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")

@@ -21,7 +21,7 @@ ROWS = 256  # Largest number of rows on the page. More rows would be too thin to
 
 
 def draw_html(drawing: Drawing, path: Path) -> None:
-    """Write the page to `path`."""
+    """Write the timeline as an HTML page to `path`."""
     # "<" is escaped, because a "</script>" in the title would end the script element.
     data = json.dumps(_numbers(drawing), separators=(",", ":")).replace("<", "\\u003c")
     path.write_text(PAGE.replace("{{title}}", html.escape(drawing.title)).replace("{{data}}", data))
