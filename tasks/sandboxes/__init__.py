@@ -1,14 +1,14 @@
 """Sandboxes for programs that the model wrote: `base` defines the interface, and each kind of sandbox has one file.
 `build_sandboxes` creates sandboxes of the kind that the config section `[sandbox]` names.
 
-bubblewrap       Linux namespaces, set up by bwrap; the programs in the box are in `box`
+bubblewrap       Linux namespaces, set up by bwrap; the programs that run inside its container are in `box`
 sandlock         Landlock and seccomp; the programs that start and watch a program are in `host`
 unsafe-process   plain processes, which protect from nothing; also in `host`
 run-code         a server of SandboxFusion's protocol; our own server is in `server`
 rock             a server of ROCK's protocol, or a rocklet; our own server is in `server`
 
-The first three kinds have workspaces with sessions for an agent's tools: `workspace` is the owner's side, and `guest`
-runs in the sandbox.
+The first three kinds have workspaces with sessions for an agent's tools: the module `workspace` runs in the process of
+the caller, and the package `guest` runs in the sandbox.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 do.
 
 * At its deadline, a program is killed with all its child processes.
-* A sandbox limits memory, processes, open files, stored bytes and output, also for root.
+* A sandbox limits memory, processes, open files, stored bytes and output, even if its programs run as root.
 * A new sandbox has an empty folder, which is the HOME of its programs.
 * Closing a sandbox kills all processes that were started in the sandbox.
 * `ExecResult` describes how a program ended; a failure of the sandbox itself raises `SandboxFailed`.
@@ -54,7 +54,7 @@ class Capability(StrEnum):
     STATE = "state"  # files that a program wrote remain in the sandbox
     CHANNEL = "channel"  # a program can receive a socket (`Program.channel`)
     CHILDREN = "children"  # child processes may outlive their program (`Program.keep_children`)
-    SESSIONS = "sessions"  # `Sandboxes.open_workspace` works
+    SESSIONS = "sessions"  # sandboxes can have sessions (see `Sandboxes.open_workspace`)
     # a program or a session can run as another user of the sandbox
     USERS = "users"
 
@@ -128,7 +128,7 @@ NO_LIMITS = SandboxLimits()
 
 
 def refuse_user(user: str) -> None:
-    """Raise `UserRefused` if a user is named, for sandboxes without the capability USERS."""
+    """Raise `UserRefused` unless `user` is empty; for sandboxes without the capability USERS."""
     if user:
         raise UserRefused(
             f"user = {user!r}: all programs of this kind of sandbox run as one user; leave out the user, or use "
@@ -145,12 +145,12 @@ class SessionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionResult:
-    """The result of one run of a session.
+    """The result of running one piece of code in a session.
 
-    `output` is stdout and stderr in the order of writing, with the output of background processes of earlier runs.
-    `return_code` is the exit code of the last command of a shell; in Python, 0 means success and 1 an error. `lost` is
-    "" if the session kept its state (variables, working folder, functions), or the reason for the loss. After a loss,
-    the files remain, and the next run starts a new session.
+    `output` is stdout and stderr in the order of writing, including the output of background processes that earlier
+    runs started. `return_code` is the exit code of the last command of a shell; in Python, 0 means success and 1 an
+    error. `lost` is "" if the session kept its state (variables, working folder, functions); otherwise it is the reason
+    why the state was lost. After a loss, the files remain, and the next run starts a new session.
     """
 
     end: ProgramEnd
@@ -221,7 +221,7 @@ class Workspace(Protocol):
     async def open_session(
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, *, user: str = ""
     ) -> SandboxSession:
-        """Open a session, which runs as `user` (as for a program). The process of the session starts with its first
+        """Open a session that runs as `user` (see `Program.user`). The process of the session starts with its first
         run.
 
         Raises:
@@ -255,7 +255,7 @@ class Sandboxes(Protocol):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """The capabilities of this kind."""
+        """The capabilities of this kind of sandbox."""
 
     async def start(self) -> None:
         """Start the processes that all sandboxes share, and check with one program that sandboxes work.

@@ -1,4 +1,4 @@
-"""Sandboxes by Linux namespaces: `bwrap` creates a container, called the box, and each sandbox is a set of namespaces
+"""Sandboxes of Linux namespaces: `bwrap` creates a container, called the box, and each sandbox is a set of namespaces
 in the box.
 
 The box has no network, and shows only the system's libraries and a Python interpreter, read-only (see `box.start`).
@@ -45,7 +45,7 @@ CREATE_SECONDS = 30.0
 LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
 DEVICES = ("null", "full", "random", "urandom")
-# /dev/zero is a link, because memory mapped from the real device would not be counted
+# /dev/zero is a link, because memory mapped from the real device would not count toward the memory limit
 LINKS = (
     *(("/proc/self/fd", "/dev/fd"), ("/proc/self/fd/0", "/dev/stdin"), ("/proc/self/fd/1", "/dev/stdout")),
     *(("/proc/self/fd/2", "/dev/stderr"), ("full", "/dev/zero"), ("/work", "/dev/shm"), ("/work", "/tmp")),
@@ -91,7 +91,7 @@ class BoxSandboxes:
             raise ConfigError(self._refusal(str(error))) from None
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
-        """Create a sandbox, after starting a new box if the old one has died."""
+        """Create a sandbox; if the box has died, start a new box first."""
         return await self._create_in_box(limits, self._counter)
 
     async def _create_in_box(self, limits: SandboxLimits, counter: KindCounter | None) -> NamespaceSandbox:
@@ -129,7 +129,7 @@ class BoxSandboxes:
         return await self._counter.watch(self._run(program, files or {}))
 
     async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
-        """Run a program, without counting it."""
+        """Run a program without adding it to the counters."""
         sandbox = await self._take_spare()
         self._running += 1
         self._counter.note_use(1)
@@ -182,7 +182,7 @@ class BoxSandboxes:
         await self._end_box()
 
     def _build_command(self, descriptor: int) -> list[str]:
-        """Return the command that starts the box, whose first process gets the caller's socket as file descriptor
+        """Return the command that starts the box. The box's first process gets the caller's socket as file descriptor
         `descriptor`.
         """
         raise NotImplementedError
@@ -274,8 +274,8 @@ class BoxSandboxes:
         return await self._create_in_box(NO_LIMITS, None)
 
     def _fill(self) -> None:
-        """Create sandboxes in the background, so that later programs start sooner. A sandbox in use counts as one of
-        these sandboxes if it can be emptied for the next program.
+        """Create sandboxes in the background, so that later programs start sooner. A sandbox in use counts as a ready
+        sandbox if it can be emptied for the next program.
         """
         coming = self._running if self.renews else 0
         while not self._has_died() and len(self._spares) + coming < self._config.spares:
@@ -283,7 +283,7 @@ class BoxSandboxes:
 
 
 def find_dirt(program: Program, result: ExecResult) -> Replacement | None:
-    """Return why a sandbox probably cannot be used again after a program with this result, or None."""
+    """Return why a sandbox should not be used again after a program with this result, or None if it can be."""
     if result.end is not ProgramEnd.EXITED:
         return Replacement(result.end)
     if result.return_code < 0:
@@ -306,7 +306,7 @@ class BubblewrapSandboxes(BoxSandboxes):
 
 
 def build_command(config: BubblewrapSandbox, descriptor: int, packages: Mapping[str, str] = NO_PACKAGES) -> list[str]:
-    """Return the `bwrap` command that starts a box, whose first process gets the caller's socket as file descriptor
+    """Return the `bwrap` command that starts a box. The box's first process gets the caller's socket as file descriptor
     `descriptor`. `packages` are the paths of Python packages that programs may read, by name.
 
     Raises:

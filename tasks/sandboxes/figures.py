@@ -1,8 +1,8 @@
-"""Counts what happens in the sandboxes of this process and of its child processes, by kind of sandbox.
+"""Counts events in the sandboxes of this process and of its child processes, for each kind of sandbox.
 
     child process --counters in shared memory--> its parent, the process of a Ray actor --status--> supervisor
 
-A process and its parent share the memory of the counters, so that counts survive even a killed process.
+A process and its parent share the memory of the counters, so that the counts of a killed process are not lost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REASONS = tuple(map(str, Replacement))
 COUNTERS = ("started", "renewed", "failures", "in_use", "microseconds", *(f"end {end}" for end in ENDS), *REASONS)
 PLACES = {name: place for place, name in enumerate(COUNTERS)}
 FIRST_BUCKET = len(COUNTERS)
-SIZE = FIRST_BUCKET + BUCKETS  # number of counters of a kind
+SIZE = FIRST_BUCKET + BUCKETS  # number of counters of one kind of sandbox
 BYTES = 8 * SIZE * len(KINDS)
 LONGEST_SECONDS = 86400.0  # largest counted time of a program, so that no sum exceeds 64 bits
 _making = Lock()
@@ -70,7 +70,7 @@ class CounterBoard:
     """The counters of one process, 64 bits each, in memory that another process may share."""
 
     def __init__(self, fd: int = -1) -> None:
-        """Use the memory of an open file, or memory of this process only if `fd` is -1."""
+        """Use the memory of the open file `fd`; with -1, use memory of this process only."""
         self.cells = memoryview(mmap.mmap(fd, BYTES)).cast("q")
 
 
@@ -101,7 +101,7 @@ class ProcessFigures:
             os.close(fd)
 
     def close_child(self, board: CounterBoard) -> None:
-        """Keep the counters of an ended child process, except the number of sandboxes in use."""
+        """Add the counters of an ended child process, except that of sandboxes in use, to those of this process."""
         with self._lock:
             if board not in self._children:
                 return
@@ -119,7 +119,7 @@ class ProcessFigures:
                 self._board.cells[place] += count
 
     def read(self) -> Mapping[str, SandboxFigures]:
-        """Return the figures of each kind of sandbox that this process or its child processes have used."""
+        """Return the counts of each kind of sandbox that this process or its child processes have used."""
         with self._lock:
             boards = (self._board, *self._children)
             sums = [*map(sum, zip(*(board.cells.tolist() for board in boards), strict=True))]
@@ -128,7 +128,7 @@ class ProcessFigures:
 
 
 def _build_figures(found: Sequence[int]) -> SandboxFigures:
-    """Return the figures of a kind of sandbox with these counters."""
+    """Convert the counters of one kind of sandbox to a `SandboxFigures` record."""
     return SandboxFigures(
         started=found[PLACES["started"]],
         renewed=found[PLACES["renewed"]],
@@ -153,7 +153,7 @@ def _create_figures() -> ProcessFigures:
 
 
 class KindCounter:
-    """Counts what happens in this process's sandboxes of one kind."""
+    """Counts events in this process's sandboxes of one kind."""
 
     def __init__(self, kind: str) -> None:
         self._figures, self._start = figures_of_process(), KINDS.index(kind) * SIZE
@@ -184,8 +184,8 @@ class KindCounter:
             self.note_use(-1)
 
     async def watch(self, running: Awaitable[Result]) -> Result:
-        """Await a program, and count how it ended. Any time of a program is accepted, because it may come from a
-        foreign server.
+        """Await a program, and count how it ended. A program's time may have any value, because a foreign server may
+        have measured it.
         """
         try:
             found = await running

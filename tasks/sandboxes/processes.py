@@ -66,8 +66,8 @@ class ProcessSandboxes(BoxSandboxes):
     async def _end_box(self) -> None:
         """End the processes that create and supervise the sandboxes.
 
-        The processes get time to kill the programs, because the kernel does not kill a program with its supervising
-        process.
+        The processes get time to kill the programs, because the kernel does not kill a program when its supervising
+        process dies.
         """
         if self._box and self._process:
             self._box.close()

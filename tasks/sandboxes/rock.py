@@ -3,9 +3,9 @@
 A ROCK server starts a sandbox for each call of `create`. A rocklet has no separate sandboxes: all programs run on its
 machine, each in its own folder.
 
-Isolation and limits are enforced only by the server. An infrastructure error raises `SandboxFailed`; `run` repeats the
-program in a new sandbox. A killed program counts as timed out if its deadline had passed and the server names no
-limit.
+Isolation and limits are enforced only by the server. An infrastructure error raises `SandboxFailed`, after which `run`
+repeats the program in a new sandbox. A killed program counts as timed out if its deadline had passed and the server
+names no exceeded limit.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RockSandboxes:
         return await self.counter.watch(self._run(program, files or {}))
 
     async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
-        """Run a program, without counting it."""
+        """Run a program without adding it to the counters."""
 
         async def once() -> ExecResult:
             sandbox = await self._create(NO_LIMITS)
@@ -192,9 +192,7 @@ class RockSandboxes:
 
 
 class RockRemoteSandbox:
-    """A sandbox on a ROCK server, which is also a workspace with sessions. A relative path in this sandbox is relative
-    to the sandbox's folder.
-    """
+    """A sandbox on a ROCK server, and a workspace with sessions. Relative paths begin in the sandbox's folder."""
 
     def __init__(self, sandboxes: RockSandboxes, config: RockSandbox) -> None:
         self._sandboxes, self._config = sandboxes, config
@@ -250,7 +248,7 @@ class RockRemoteSandbox:
             except OSError as error:
                 raise SandboxFailed(f"the program and its input do not fit into the sandbox: {error}") from None
             except RequestFailed as error:
-                await self.close()  # the program may run on
+                await self.close()  # the program may still be running
                 if (seconds := time.monotonic() - began) >= program.timeout:
                     return ExecResult(ProgramEnd.TIMEOUT, KILLED, b"", b"", seconds)
                 raise SandboxFailed(f"the server did not run the program: {error}") from None
@@ -295,7 +293,7 @@ class RockRemoteSandbox:
         return not self._is_closed and bool(found.get("is_alive"))
 
     async def close(self) -> None:
-        """Stop the sandbox; a server that does not answer stops the sandbox after `clear_minutes` without a request."""
+        """Stop the sandbox. A server that does not answer stops the sandbox after `clear_minutes` without a request."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -364,7 +362,7 @@ class RockRemoteSandbox:
     def _read_result(self, found: Answer, program: Program, seconds: float) -> ExecResult:
         code, end = found.get("exit_code"), str(found.get("end") or "")
         if code == FAILED_COMMAND and not end and seconds >= program.timeout:
-            # The program has killed `timeout`, so the server killed the program at its deadline.
+            # The program has killed the command `timeout`, so the server killed the program at its deadline.
             end = ProgramEnd.TIMEOUT
         if not isinstance(code, int) or (code == FAILED_COMMAND and end not in list(ProgramEnd)):
             raise SandboxFailed(f"the server could not run the program: {shorten(json.dumps(found, default=str))}")

@@ -1,4 +1,4 @@
-"""Reads the answers of servers of ROCK's protocol, and of rocklets."""
+"""Reads the answers of servers of ROCK's protocol, and of rocklets (the agents inside ROCK's sandboxes)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_result(answer: httpx.Response) -> Answer:
 
 
 def read_rocklet_result(answer: httpx.Response) -> Answer:
-    """Return the result in a rocklet's answer, which is the JSON object itself.
+    """Return the result in a rocklet's answer: the JSON object itself.
 
     Raises:
         RequestFailed: the rocklet raised an exception.

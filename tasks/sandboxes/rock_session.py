@@ -1,4 +1,4 @@
-"""A session in a sandbox on a ROCK server, run by the requests `create_session`, `run_in_session` and
+"""A session in a sandbox on a ROCK server, controlled by the HTTP requests `create_session`, `run_in_session` and
 `close_session`.
 """
 

@@ -1,7 +1,7 @@
-"""Runs programs as other users of a sandbox on a ROCK server, whose programs start as root.
+"""Runs programs as other users in a sandbox on a ROCK server, in which programs start as root.
 
-A short Python program starts as root, and becomes first the user and then the requested program. The change of the user
-cannot be undone: the new process has no capabilities and only the groups of the user.
+A short Python program starts as root, changes to the user, and is then replaced by the requested program. The change of
+the user cannot be undone: the new process has no capabilities and only the groups of the user.
 
 Each user has a folder in the sandbox's folder, which only the user and root can enter. Separate folders keep a user
 from putting a module or a link where a program of another user looks for it. Stdin and source code of the next program
@@ -69,7 +69,7 @@ def check_name(user: str) -> None:
 
 
 def check_prepared(user: str, printed: str, error: str) -> None:
-    """Check what `PREPARE` printed to stdout and stderr.
+    """Check the output of the program `PREPARE` on stdout and stderr.
 
     Raises:
         UserRefused: programs cannot run as this user.
@@ -90,11 +90,11 @@ def check_prepared(user: str, printed: str, error: str) -> None:
 def limit_command(
     command: Sequence[str], user: str, seconds: float, variables: Mapping[str, str], source: str = ""
 ) -> list[str]:
-    """Return the command that kills `command` after `seconds`, and sets the environment variables; the path of the file
-    `source`, or of a copy, is the last argument.
+    """Return a command that runs `command` with the environment variables, and kills it after `seconds`. The last
+    argument of `command` is the path of the file `source` or of a copy of the file.
 
-    Variables of another user are set after the change of the user, because a PATH with a folder of the user would let
-    the user run programs as root.
+    For another user, the variables are set after the change of the user. Otherwise, a PATH with a folder of the user
+    would let the user run programs as root.
     """
     limit = ["timeout", "-s", "KILL", f"{seconds:.3f}"]
     given = ["env", *(f"{name}={value}" for name, value in variables.items())]

@@ -39,11 +39,11 @@ from rollflow.tasks.sandboxes.figures import KindCounter, Replacement
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 START_SECONDS = 10.0  # seconds allowed for the first program
 LONGEST_ANSWER = 300  # largest number of characters of a server's answer in an error message
-LARGEST_ANSWER = 2**26  # most bytes of an answer
+LARGEST_ANSWER = 2**26  # largest size of an answer in bytes
 
 
 class RunCodeSandboxes:
-    """Sends programs to a server."""
+    """Creates sandboxes whose programs run on a server, one request for each program."""
 
     capabilities = frozenset[Capability]()
 
@@ -158,7 +158,7 @@ class RemoteSandbox:
         raise SandboxFailed(f"{path!r} cannot be downloaded: the server keeps no files of a program")
 
     async def close(self) -> None:
-        """Forget the files."""
+        """Delete the files from memory."""
         self._is_closed = True
         self._files.clear()
 

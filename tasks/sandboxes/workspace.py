@@ -58,7 +58,7 @@ class BoxWorkspace:
         self, sandbox: Sandbox, output_bytes: int, file_bytes: int, counter: KindCounter, *, is_isolated: bool
     ) -> None:
         """Use a sandbox; `output_bytes` and `file_bytes` are the largest sizes of an output and of a file, and
-        `counter` counts commands and runs.
+        `counter` counts commands and runs of sessions.
 
         Without `is_isolated`, only files below the sandbox's folder can be read and written, and links are not
         followed.

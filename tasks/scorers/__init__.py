@@ -5,11 +5,11 @@ scorer has its own module.
     pool         runs a verifier for one response after another, in worker processes
     concurrent   runs a verifier for several responses at a time, in worker processes
     judge        asks a language model behind an OpenAI-compatible endpoint
-    routed       several scorers, of which each prompt names one
-    model        a reward model, whose copies are actors
+    routed       sends each response to the scorer that its prompt names
+    model        a reward model, with copies in Ray actors
     composite    several scorers, whose scores are the parts of one score
-    versioned    adds the version to the scores of a scorer without worker processes
-    second_verdicts    judges a share of the responses again, to count verdicts that differ
+    versioned    adds the scorer's version to its scores, for scorers without worker processes
+    second_verdicts    scores a share of the responses a second time, to count how often the scores differ
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def build_scorers(
         copies: A function that returns the copies of a reward model, given its config section; if the function returns
         None, the reward model is loaded in this process.
         anchors: Measured program times that decide the adaptive deadlines of test cases, by the name of the scorer.
-        counts: Counts of second verdicts, by the name of a scorer that judges a share of its responses again.
-        usages: The tokens that each judge has used before, by its config section.
+        counts: Counts of second verdicts by scorer name, for scorers that judge a share of their responses again.
+        usages: The tokens that each judge has used in earlier processes of the run, by the judge's config section.
 
     Raises:
         ConfigError: a user-defined function does not exist on this machine.
@@ -89,8 +89,8 @@ def build_scorers(
 
 
 def _add_version(scorer: Scorer, config: RewardConfig, section: str) -> Scorer:
-    """Return the scorer, wrapped so that each score has the scorer's version. Pools are returned unchanged, because
-    their worker processes report the version.
+    """Return the scorer, wrapped so that each score has the scorer's version. Worker pools are returned unchanged,
+    because their worker processes report the version.
     """
     from rollflow.tasks.scorers.version import compute_version
     from rollflow.tasks.scorers.versioned import VersionedScorer

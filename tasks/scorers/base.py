@@ -8,7 +8,7 @@ or the scorer raised an error.
 A response that is slow to score delays no other response for long.
 
 A score must depend only on the response and its reference, because a response is scored again if its worker process
-dies. With adaptive deadlines of test cases, a score also depends on the times of earlier programs.
+dies. With adaptive deadlines of test cases, a score also depends on the run times of earlier programs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rollflow.storage.token_arrays import Float32s, Int32s
 # largest number of characters of a score's reason, and of the reason of a failed score
 LONGEST_REASON, LONGEST_FAILURE = 1000, 200
 LARGEST = 3.4028234663852886e38  # largest absolute value of a score, which is the largest float32
-FAILED = " failed: "  # text between the name of the failed code and its error in a reason
+FAILED = " failed: "  # in a reason, the text between the name of the code that failed and its error
 MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts of a score, and of characters in a part's name
 
-# values of all fields of a `Score`, in order; the token values are hexadecimal float32
+# values of a `Score`: value, reason, outcome, parts, seconds, version, token values in hexadecimal float32, failed
 ScoreColumns = tuple[float, str, str, dict[str, float], float, str, str, bool]
 
 
@@ -46,9 +46,10 @@ class Score:
     took. `version` is the version of the scorer (see the module `version`). `failed` is True if the scorer failed on
     the response, for example because the deadline passed.
 
-    `token_values` has a number for each token of the response, or None for a token without a value. `step_values` has
-    pairs for the steps of the response: the end of the step in the scored text, and the value of the step. Values of
-    tokens and steps are rewards in addition to `value`. The module `token_values` converts step values to token values.
+    `token_values` has a number for each token of the response, or None for a token without a value. `step_values` has a
+    pair for each step of the response: the position in the scored text at which the step ends, and the value of the
+    step. Values of tokens and steps are rewards in addition to `value`. The module `token_values` converts step values
+    to token values.
 
     `roles` maps the roles of an episode to their rewards; a role that is not named gets `value`.
     """
@@ -94,8 +95,8 @@ class ScoreRequest:
 
     `scorer` is the name of the scorer; "" means the scorer in `[reward]`. `messages` is the prompt as chat messages.
     `peers` are the tokens of the other responses to the same prompt, for a scorer that compares responses. With `adapts
-    = False`, adaptive deadlines of test cases are at their maximum, so that scores are comparable. With `uses_cache =
-    False`, cached scores of equal responses are not used.
+    = False`, adaptive deadlines of test cases are at their maximum, so that the score does not depend on earlier
+    programs. With `uses_cache = False`, cached scores of equal responses are not used.
     """
 
     tokens: Sequence[int]
@@ -122,7 +123,7 @@ class ScorerUsage:
 
 
 class Scorer(Protocol):
-    """Scores responses, as the module's docstring guarantees."""
+    """Scores responses; the module's docstring lists what every scorer guarantees."""
 
     usage: ScorerUsage
     # number of responses that the scorer's worker processes score at the same time; 0 without worker processes
@@ -155,7 +156,7 @@ def _read_values(text: str) -> Sequence[float]:
 
 
 def outcome_of(value: Any) -> Outcome:
-    """Return the outcome of a score with this value: "wrong" if the value is not a number."""
+    """Return the outcome of a score with this value; a value that is not a number has the outcome "wrong"."""
     if not isinstance(value, Real):
         return Outcome.WRONG
     number = float(value)
@@ -163,10 +164,10 @@ def outcome_of(value: Any) -> Outcome:
 
 
 def validate_score(who: str, score: Any) -> Score:
-    """Convert the result of user code, a score or a number, into a score that can be stored.
+    """Convert the result of user code (a score or a number) into a valid score.
 
     If the result is invalid, the score of a failure is returned (`failure_score`). An unjudged score gets the value 0,
-    and no values of tokens and steps.
+    and no values for tokens or steps.
     """
     try:
         if not isinstance(score, Score):
@@ -232,8 +233,8 @@ def failure_score(who: str, error: BaseException) -> Score:
 
     A failure that the response may have caused scores 0, so that the policy does not learn to cause failures. The error
     `Unjudged` and lost connections lead to the outcome "unjudged", because the policy cannot cause them. A broken pipe
-    is no lost connection, because it may belong to a program that the policy wrote. The causes of `error` are checked,
-    too, because HTTP libraries wrap the error of a lost connection.
+    does not count as a lost connection, because it may come from a program that the policy wrote. The causes of `error`
+    are checked, too, because HTTP libraries wrap the error of a lost connection.
     """
     reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
     causes = list_causes(error)

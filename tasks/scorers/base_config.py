@@ -12,7 +12,7 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
 
 
 class Format(Section):
-    """The form that every response must have; any other response loses some reward."""
+    """The required format of responses; a response in any other format gets a lower reward."""
 
     pattern: str = Field(
         ".*<answer>.*</answer>.*",
@@ -36,8 +36,8 @@ class Format(Section):
 
 
 class LengthPenalty(Section):
-    """The penalty of a long response, which rises linearly with its length (DAPO's soft overlong punishment, Yu et al.
-    2025, eq. 13).
+    """The penalty for a long response; it rises linearly with the response's length (DAPO's soft overlong punishment,
+    Yu et al. 2025, eq. 13).
     """
 
     unit: Literal["tokens", "characters"] = Field(
@@ -66,7 +66,7 @@ class LengthPenalty(Section):
         return self
 
     def amount(self, length: int) -> float:
-        """Return the penalty of a response of this length, in the config's unit."""
+        """Return the penalty for a response of this length, which is measured in `unit`."""
         return self.penalty * min(1.0, max(0.0, (length - self.start) / (self.full - self.start)))
 
 
@@ -78,10 +78,10 @@ class RewardBase(Section):
     """The keys that all kinds of verifier have."""
 
     fixed: ClassVar[Mapping[str, str]] = {
-        "kind": "earlier rewards and evaluations are its",
+        "kind": "earlier rewards and evaluations were computed with it",
         "answer": "earlier responses were judged by it",
         "special_tokens": "earlier responses were judged by it",
-        "correct_from": "earlier accuracies count by it",
+        "correct_from": "earlier accuracies were computed with it",
     }
 
     answer: Literal["all", "tag"] = Field(
@@ -152,8 +152,8 @@ class RewardBase(Section):
 
     @property
     def unread_value(self) -> float:
-        """The reward of a response that ended its worker process or missed its deadline, so that its format and length
-        are unknown.
+        """The reward of a response that ended its worker process or missed its deadline. All penalties are subtracted,
+        because the format and the length of the response are unknown.
         """
         penalties = [section.penalty for section in (self.format, self.length_penalty) if section]
         return self.failure_value - sum(penalties)
@@ -170,7 +170,9 @@ class RewardBase(Section):
 
     @property
     def scoring_slots(self) -> int:
-        """Number of responses, or of calls of reward models, that can be scored at the same time."""
+        """Number of responses that can be scored at the same time; for a reward model, the number of its simultaneous
+        calls.
+        """
         return self.workers
 
     @property
@@ -191,11 +193,13 @@ class RewardBase(Section):
         return self
 
 
-LEAST_JUDGED = 2  # smallest number of judged responses with which an unjudged response may be left out
+LEAST_JUDGED = 2  # smallest number of judged responses in a group from which an unjudged response may be left out
 
 
 def find_judging_faults(sections: Mapping[str, RewardBase], group_size: int) -> Iterator[tuple[str, object, str]]:
-    """Yield key, value and fix of each key about unjudged responses that contradicts another scorer or `group_size`."""
+    """Yield each key about unjudged responses that contradicts another scorer or `group_size`, with its value and a
+    fix.
+    """
     if len({scorer.judge_tries > 0 for scorer in sections.values()}) > 1:
         cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
         yield "reward.judge_tries", next(iter(sections.values())).judge_tries, cure

@@ -2,9 +2,9 @@
 
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 
-The parts of the score have the value of each part, and parts of parts under "name.part". If a part could not be judged,
-the response is unjudged. If a scorer fails, the response gets the sum of the negative weights, so that the policy does
-not learn to cause failures.
+The `parts` of the score contain the value of each reward part under its name. The parts of a reward part's own score
+are named "name.part". If a part could not be judged, the response is unjudged. If a scorer fails, the response gets the
+sum of the negative weights, so that the policy does not learn to cause failures.
 
 Values of tokens and steps are combined with the same weights.
 
@@ -45,8 +45,8 @@ Decode = Callable[[Sequence[int], bool], str]
 
 
 def combine_scores(config: CompositeReward, scores: Mapping[str, Score]) -> Score:
-    """Combine the scores of the parts into the score of a response. A part has no score if the other parts already
-    decided the response (`is_decided`).
+    """Combine the scores of the parts into the score of a response. A part without a score was not asked, because the
+    other parts already decided the score (`is_decided`).
 
     Raises:
         ValueError: the parts have values for different numbers of tokens.
@@ -70,7 +70,9 @@ def combine_scores(config: CompositeReward, scores: Mapping[str, Score]) -> Scor
 
 
 def is_decided(config: CompositeReward, scores: Mapping[str, Score]) -> bool:
-    """Return whether some parts decide the score of the response, whatever the other parts would say."""
+    """Return whether the scores of some parts already decide the score of the response, whatever the other parts would
+    give.
+    """
     if any(score.failed or score.outcome is Outcome.UNJUDGED for score in scores.values()):
         return True
     return any(name in scores and scores[name].outcome is not Outcome.CORRECT for name in config.requires)
@@ -80,7 +82,7 @@ class CompositeVerifier:
     """Scores responses with several verifiers, whose scores are the parts of one score."""
 
     def __init__(self, config: CompositeReward, verifiers: Mapping[str, Verifier]) -> None:
-        """Store the verifiers, by the names of the reward parts in the config."""
+        """Store the verifiers; their keys are the names of the reward parts in the config."""
         self._config = config
         self._verifiers = verifiers
 
@@ -101,7 +103,7 @@ class CompositeVerifier:
         return combine_scores(self._config, scores)
 
     async def score_later(self, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
-        """Score a response with one verifier after another, which may be asynchronous."""
+        """Score a response with one verifier after another; a verifier may be asynchronous."""
         scores = dict[str, Score]()
         for name, verifier in self._verifiers.items():
             if not verifier.scores_several:
@@ -134,8 +136,8 @@ class CompositeScorer(SeveralScorers):
     """Scores responses with several scorers, whose scores are the parts of one score."""
 
     def __init__(self, config: CompositeReward, scorers: Mapping[str, Scorer], decode: Decode) -> None:
-        """Store the scorers, by the names of the reward parts in the config. `decode` converts tokens to text, with or
-        without special tokens.
+        """Store the scorers; their keys are the names of the reward parts in the config. `decode` converts tokens to
+        text, with or without special tokens.
         """
         super().__init__(scorers)
         self._config, self._decode = config, decode
@@ -150,7 +152,7 @@ class CompositeScorer(SeveralScorers):
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
-        """The counters of responses, and the seconds of all parts."""
+        """The counters of the composite score's responses; `busy_seconds` is the sum over all parts."""
         return ScorerUsage(self._scored, self._timeouts, super().usage.busy_seconds)
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
@@ -228,8 +230,8 @@ def _add_weighted(values: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def _join_outcomes(outcomes: list[Outcome]) -> Outcome:
-    """Return the outcome of a composite score: "correct" if all parts are, "partial" if a part is correct or partial,
-    otherwise that of the first part.
+    """Return the outcome of a composite score: "correct" if all parts are correct, "partial" if a part is correct or
+    partial, otherwise the outcome of the first part.
     """
     if set(outcomes) == {Outcome.CORRECT}:
         return Outcome.CORRECT

@@ -6,9 +6,10 @@
             of several
 
 - An asynchronous verifier gets new responses while others are still being scored. Any other verifier gets new responses
-  after the previous ones.
+  only after all previous responses have scores.
 - If a worker dies or hangs, each of its running responses is scored again alone, because any of them may be the cause.
-- A response that again ends its worker process, or misses its deadline alone, scores 0 as "killed" or "timeout".
+- A response that again ends its worker process gets the outcome "killed". A response that misses its deadline while it
+  is scored alone gets the outcome "timeout".
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class _Exchange:
             self._recover()
 
     async def _feed(self) -> None:
-        """Send queued requests to the worker process while it runs fewer than allowed."""
+        """Send queued requests to the worker process while the process runs fewer requests than allowed."""
         pool, taken = self._pool, list[ScoringJob]()
         try:
             while True:

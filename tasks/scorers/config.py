@@ -1,4 +1,4 @@
-"""The `[reward]` section of a run's TOML file, with one class for each kind of verifier."""
+"""The `[reward]` section of a run's TOML file, with one class for each kind of scorer."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class ChoiceReward(RewardBase):
 class RegexReward(RewardBase):
     kind: Literal["regex"] = Field(
         "regex",
-        description="compares the response with a regular expression, or the text of a group of the regular expression "
-        "with the reference answer",
+        description="matches the response against a regular expression; with the key group, compares the text of that "
+        "group of the expression with the reference answer",
     )
     pattern: str | None = Field(
         None,
@@ -163,13 +163,13 @@ PartConfig = Annotated[
     | ModelReward,
     Field(discriminator="kind"),
 ]
-REMOTE = (JudgeReward, ModelReward)  # scorers that run in no worker process
+REMOTE = (JudgeReward, ModelReward)  # kinds of scorer that do not run in worker processes
 # keys that a composite reward sets for its parts, so that a part cannot set them
 SHARED = (*JUDGING, "format", "length_penalty", "second_verdict_share", "special_tokens")
 SHARED_BY_WORKERS = ("at_once", "deadline_seconds", "start_seconds", "workers")
 
 
-DEADLINE = "deadline"  # name of the part of a score that says that an adaptive deadline ended a program
+DEADLINE = "deadline"  # name of the part of a score that marks a program as ended by an adaptive deadline
 # names that no part of a composite reward may have, because other parts of a score have them
 RESERVED = ("format", "length_penalty")
 
@@ -231,7 +231,7 @@ class CompositeReward(RewardBase):
 
     @property
     def failure_value(self) -> float:
-        """The sum of the negative weights, which a response gets if a reward part fails or misses its deadline."""
+        """The score of a response if a reward part fails or misses its deadline: the sum of the negative weights."""
         return sum(min(0.0, part.weight) for part in self.parts.values())
 
     @property
@@ -266,7 +266,9 @@ class CompositeReward(RewardBase):
 
     @property
     def scoring_slots(self) -> int:
-        """Number of responses, or of calls of reward models, that all parts can score at the same time."""
+        """Number of responses that all parts can score at the same time; for a reward model, the number of simultaneous
+        calls.
+        """
         return sum(scorer.workers for scorer in self.part_scorers.values()) if self.is_mixed else self.workers
 
     @property
@@ -275,8 +277,8 @@ class CompositeReward(RewardBase):
         return any(part.scorer.compares_group for part in self.parts.values())
 
     def permits_change(self, key: str) -> bool:
-        """Return whether a key of a reward part may change between runs, although the key `parts` is fixed. A judge or
-        a reward model allows the same changes as in a separate section.
+        """Return whether a key of a reward part may change when a run is resumed, although the key `parts` is fixed. A
+        judge or a reward model allows the same changes as in a separate section.
         """
         match key.split("."):
             case ["parts", name, "scorer", changed, *_] if name in self.parts:

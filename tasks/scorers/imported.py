@@ -1,6 +1,7 @@
 """Imports a user-defined verifier, a function in one of the forms that the module `verifier` lists.
 
-If the function has an attribute `close`, this is called to end what the verifier keeps between calls.
+If the function has an attribute `close`, this attribute is called to end the processes and connections that the
+verifier keeps between calls.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.config import ImportReward
 from rollflow.tasks.scorers.verifier import Verifier
 
-# largest size of the `[reward]` section in bytes, because a worker process gets it as a command-line argument
+# largest size of the `[reward]` section in bytes; a worker process gets the section as a command-line argument
 LONGEST = 100_000
-ONE, SEVERAL = ("response", "reference"), ("responses", "references")  # first two arguments' names
+ONE, SEVERAL = ("response", "reference"), ("responses", "references")  # names of the first two arguments
 NUMBERS = (float, int, bool)
 
 
 def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier:
-    """Import the function at the key `path` of the config section, and bind the options of the section to it.
+    """Import the function that the key `path` of the config section names, and bind the section's options to its
+    arguments.
 
     Raises:
         ConfigError: the function does not exist, does not accept the options, or the options are too large.
@@ -50,7 +52,8 @@ def _takes_tokens(function: FunctionType, config: ImportReward) -> bool:
 
 
 def _is_scorer(function: FunctionType, annotation: Any) -> bool:
-    """Return whether a function is a verifier, which its return type and, for numbers, its argument names decide.
+    """Return whether a function is a verifier. The return type decides; if the function returns numbers, the names of
+    its first two arguments decide, too.
 
     A verifier returns a `Score` or a number, or a list of them for several responses.
     """

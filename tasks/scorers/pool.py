@@ -1,6 +1,6 @@
 """A pool of worker processes for verifiers that score one response per call.
 
-A worker process that misses a deadline is killed and replaced, and the response scores 0 as "timeout". If a worker
+A worker process that misses a deadline is killed and replaced, and the response gets the outcome "timeout". If a worker
 process dies, the response that it was scoring is tried once more.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
@@ -30,8 +30,8 @@ SLOW_SECONDS = 1.0  # seconds after which responses behind a slow response go to
 class RewardPool(WorkerPool):
     """A pool of worker processes that score one response after another.
 
-    A lane is an asyncio task that runs one worker process at a time. The pool has `2 * workers` lanes, of which
-    `workers` may take responses at a time. More than `workers` processes run only if one of them is slow.
+    A lane is an asyncio task that runs one worker process at a time. The pool has `2 * workers` lanes, of which at most
+    `workers` may take responses at the same time. More than `workers` processes run only if one of them is slow.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
@@ -108,7 +108,9 @@ class RewardPool(WorkerPool):
         return handed_over
 
     def _pass_on(self, jobs: deque[ScoringJob]) -> int:
-        """Queue all jobs but the first again, let another lane take responses, and return the number of these jobs."""
+        """Queue all jobs except the first one again, let another lane take responses, and return the number of queued
+        jobs.
+        """
         others = [jobs.pop() for _ in range(len(jobs) - 1)]
         self._put(*others)
         self._turns.release()

@@ -1,5 +1,5 @@
-"""The verifier of prompts from the library reasoning-gym, which calls the library's scorer for the prompt's task
-family.
+"""The verifier for prompts from the library reasoning-gym. It calls the library's scorer for the prompt's task family
+(the kind of puzzle).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BOARDS = frozenset({"arc_agi", "rearc"})
 
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:
-    """Return a score from 0 to 1 of a response, from reasoning-gym's scorer for the prompt's task family."""
+    """Score a response from 0 to 1 with reasoning-gym's scorer for the prompt's task family."""
     family, entry = str(reference["family"]), dict(reference)
     if family in BOARDS:
         board = tuple(tuple(row) for row in entry["metadata"]["output"])

@@ -37,7 +37,7 @@ class ReferenceChecker:
     """Finds reference answers that no response can match; must be used in a `with` statement."""
 
     def __init__(self) -> None:
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by `[reward]`
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # key: the `[reward]` section as JSON
         self._ended = 0
 
     def __enter__(self) -> Self:
@@ -48,7 +48,7 @@ class ReferenceChecker:
             self._end(reward)
 
     def find(self, config: RewardConfig, reference: Mapping[str, Any]) -> str | None:
-        """Return why no response can be correct by this reference, or None if a response can be correct."""
+        """Return the reason why no response can match this reference, or None if a response can match it."""
         if not isinstance(config, MathsReward | CodeReward) or is_quick(config, reference):
             return find_reference_fault(config, reference)
         if self._ended >= MOST_ENDED:
@@ -69,8 +69,8 @@ class ReferenceChecker:
         return f"{what}; correct the row, or remove it"
 
     def _start(self, reward: str, config: RewardConfig) -> None:
-        """Start a checking process, and let it check an example, so that all modules are imported before a deadline
-        counts.
+        """Start a checking process, and let it check an example, so that all modules are imported before the first
+        deadline begins.
         """
         command = [sys.executable, "-m", __name__, reward]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -86,7 +86,9 @@ class ReferenceChecker:
             )
 
     def _ask(self, reward: str, reference: Mapping[str, Any], seconds: float) -> list[str | None] | None:
-        """Return the answer of the checking process in a list, or None if it has ended or does not answer in time."""
+        """Return the answer of the checking process in a list, or None if the process has ended or does not answer in
+        time.
+        """
         process = self._processes[reward]
         assert process.stdin is not None
         assert process.stdout is not None

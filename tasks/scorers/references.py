@@ -1,4 +1,4 @@
-"""Finds data rows whose reference makes scoring impossible, so that a run rejects them before it begins."""
+"""Finds data rows whose reference makes scoring impossible; a run rejects such rows before it begins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_quick(config: RewardConfig, reference: Mapping[str, Any]) -> bool:
 
 
 def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> str | None:
-    """Return why no response can be correct by this reference, or None if a response can be correct."""
+    """Return the reason why no response can match this reference, or None if a response can match it."""
     try:
         match config:
             case MathsReward():

@@ -60,7 +60,7 @@ class SeveralScorers(Scorer):
 
 
 class RoutedScorer(SeveralScorers):
-    """Several scorers by name, of which each prompt names one."""
+    """Several named scorers; each prompt names the scorer of its responses."""
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
         """Begin to score these responses, each with the scorer that its request names.

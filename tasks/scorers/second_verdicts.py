@@ -4,11 +4,12 @@
                    ^               |
                    +---- a share --+   one at a time, while no response waits for its first verdict
 
-- A second verdict changes no score, and comes from no cache.
-- Adaptive deadlines are at their maximum; responses that an adaptive deadline decided are not judged again.
-- A verdict *flips* if the response becomes correct or stops being so, or if a value changes by more than `TOLERANCE`.
-- A second verdict waits until no first verdict is needed, but at most `PATIENCE_SECONDS`.
-- A second verdict is not counted if nobody could judge, or if it comes from another version of the scorer.
+- A second verdict changes no score, and is never taken from a cache.
+- For a second verdict, adaptive deadlines are at their maximum. A response whose program an adaptive deadline ended is
+  not judged again.
+- A verdict *flips* if only one of the two verdicts is "correct", or if their values differ by more than `TOLERANCE`.
+- A second verdict waits until no response waits for its first verdict, but at most `PATIENCE_SECONDS`.
+- A second verdict is not counted if it is "unjudged", or if it comes from another version of the scorer than the first.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class SecondVerdictScorer(Scorer):
     def __init__(
         self, scorer: Scorer, share: float, counts: SecondVerdictCounts, deadline_part: str | None = None
     ) -> None:
-        """Wrap `scorer`; `share` is the share of responses that are judged again, and `counts` counts them.
+        """Wrap `scorer`; `share` is the share of responses that are judged again, and `counts` counts the second
+        verdicts.
 
         A score with the part `deadline_part` was decided by an adaptive deadline.
         """
@@ -53,7 +55,7 @@ class SecondVerdictScorer(Scorer):
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the counters of the inner scorer
-        """The counters of the scorer, without second verdicts, except for the busy time."""
+        """The counters of the wrapped scorer, without second verdicts. Only the busy time includes second verdicts."""
         usage = self._scorer.usage
         first, late = usage.scored - self._second.scored, usage.timeouts - self._second.timeouts
         return ScorerUsage(first, late, usage.busy_seconds)
@@ -64,7 +66,7 @@ class SecondVerdictScorer(Scorer):
         self._task = asyncio.create_task(self._judge_again())
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score the responses in `requests`, and draw those that are judged again later."""
+        """Begin to score the responses in `requests`; a random share of the responses is judged again later."""
         futures = self._scorer.submit(requests)
         self._pending += len(futures)
         for request, future in zip(requests, futures, strict=True):

@@ -2,7 +2,7 @@
 
 A scorer sees the response as text, so it identifies a step of the response by the position in the text at which the
 step ends. The value of a step belongs to the token with the last character of the step. NaN marks a token without a
-value. If several steps end in one token, the token's value is their sum.
+value. If several steps end in one token, the value of the token is the sum of the steps' values.
 
     text     "2+2=4.\\n\\nSo 5."                             steps end at 6 and 13
     tokens   "2", "+2", "=4", ".", "\\n\\n", "So", " 5."     values of the 4th and the 7th token
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 
 def split_steps(text: str, separator: str = "\n\n") -> list[tuple[int, str]]:
-    """Split a text into steps that are separated by `separator`; return the end of each step in the text, and the
-    step.
+    """Split a text into steps that are separated by `separator`; return the end position and the text of each step.
 
-    Steps of white space are left out.
+    Steps that contain only white space are left out.
     """
     steps, end = list[tuple[int, str]](), 0
     for step in text.split(separator):
@@ -42,7 +41,8 @@ def split_steps(text: str, separator: str = "\n\n") -> list[tuple[int, str]]:
 
 
 def shift_steps(score: Score, start: int, length: int) -> Score:
-    """Convert the score of a part of a text to the whole text: the part begins after `start` characters.
+    """Convert the step ends of a score from positions in a part of a text to positions in the whole text. The part
+    begins after `start` characters.
 
     Raises:
         ValueError: a step ends outside of the part, which has `length` characters.
@@ -79,7 +79,7 @@ def place_values(
 def check_length(score: Score, tokens: int) -> None:
     """Raise `ValueError` unless a score has one value for each token of the response, or no values.
 
-    The score of an environment has no values of steps, because an environment sees tokens.
+    The score of an environment must not have values of steps, because an environment sees tokens.
     """
     if score.step_values:
         raise ValueError("an environment returned a score with step_values; return token_values")
@@ -106,10 +106,11 @@ def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s
 
 
 def align_values(score: Score, tokens: Int32s, response: Int32s) -> Score:
-    """Return the score of the last tokens of a response, extended to values for all tokens of the response.
+    """Extend a score with values for the last tokens of a response to all tokens of the response; the other tokens get
+    NaN.
 
     Raises:
-        ValueError: the response does not end with the tokens.
+        ValueError: the response does not end with `tokens`.
     """
     before = len(response) - len(tokens)
     if before < 0 or response[before:] != tokens:
@@ -121,7 +122,7 @@ def align_values(score: Score, tokens: Int32s, response: Int32s) -> Score:
 
 
 def add_values(values: Float32s | None, more: Mapping[int, float], tokens: int) -> Float32s:
-    """Add values of single tokens, by position, to the values of all tokens (None if no token has a value)."""
+    """Add the values in `more` (token position -> value) to `values`; None means that no token has a value."""
     sums_T = np.full(tokens, math.nan) if values is None else values.array.astype(np.float64)
     for at, value in more.items():
         sums_T[at] = np.nan_to_num(sums_T[at]) + value

@@ -50,7 +50,7 @@ class Verifier:
         return self.takes_several or self.is_async
 
     def __call__(self, response: str, reference: Reference, tokens: Sequence[int] = ()) -> Any:
-        """Score one response, which has these tokens, in this thread and return the verifier's result."""
+        """Score one response in this thread and return the verifier's result; `tokens` are the response's tokens."""
         if self.scores_several:
             return runner_of_thread().run(self.call([response], [reference], [tokens]))[0]
         return self.function(response, reference, **self._pass_tokens(tokens))
@@ -58,8 +58,8 @@ class Verifier:
     async def call(
         self, responses: Sequence[str], references: Sequence[Reference], tokens: Sequence[Sequence[int]] = ()
     ) -> list[Any]:
-        """Score responses and return the verifier's results; raise an error on any response. `tokens` are the tokens of
-        each response, for a verifier that needs them.
+        """Score responses and return the verifier's results. An error on one response is raised for all responses.
+        `tokens` are the tokens of each response, for a verifier that needs them.
         """
         tokens = tokens or [()] * len(responses)
         if not self.takes_several:
@@ -153,7 +153,9 @@ def judge_correct(
 
 
 def apply_threshold(score: Score, correct_from: float | None) -> Score:
-    """Decide by its value whether a score is correct; with `correct_from = None`, the verifier's decision stays."""
+    """Decide whether a score is correct by comparing its value with `correct_from`; with None, the verifier's decision
+    stays.
+    """
     if correct_from is None or score.outcome not in JUDGED:
         return score
     if score.value >= correct_from:

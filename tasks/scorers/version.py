@@ -2,9 +2,10 @@
 
     version = sha256(keys of the section, code of the scorer, versions of its libraries)[:12]
 
-Deterministic scorers with the same version give a response the same score. Comments and docstrings do not affect a
-version, nor do config keys that only say how many responses are scored, or how often. Modules that a user-defined
-function imports, and the model behind a judge's endpoint, are not part of the version.
+Deterministic scorers with the same version always give the same response the same score. Comments and docstrings do not
+affect a version. The same is true of config keys that only set how many responses are scored at the same time, or how
+often a call is tried. Modules that a user-defined function imports, and the model behind a judge's endpoint, are not
+part of the version.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OPERATIONS = {
     *("batch_tokens", "cpus", "gpus", "max_batch"),
     *("budget_tokens", "cache_entries", "call_seconds", "token_env", "tokens_per_minute", "tries"),
 }
-# keys of the parts of a composite scorer that are no part of its version
+# keys of the parts of a composite scorer that do not affect its version
 _OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"scorer": {"second_verdict_share", "unjudged"}}}}
 EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source files that every scorer uses
 # kind of scorer -> source files that only this kind uses

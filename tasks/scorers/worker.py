@@ -10,8 +10,8 @@ order with these numbers.
 
 The process is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR FIGURES`, where `REWARD`
 is the `[reward]` section as JSON. The worker process sends warnings to the socket `EAR` and counts of sandboxes to the
-file `FIGURES`, both given as file descriptors. The worker process ends with its input, so it cannot outlive its parent
-process. An error in a verifier becomes a score of 0.
+file `FIGURES`, both given as file descriptors. The worker process ends when its input ends, so it cannot outlive its
+parent process. An error in a verifier becomes a score of 0.
 """
 
 from __future__ import annotations

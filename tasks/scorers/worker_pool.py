@@ -1,8 +1,8 @@
 """The base class of pools of worker processes, with a queue of responses.
 
-A lane is an asyncio task that runs one worker process at a time. The death of a worker process before it is ready is
-not a failed try of a response. The pool fails after `START_TRIES * workers` consecutive worker processes died before
-they were ready.
+A lane is an asyncio task that runs one worker process at a time. If a worker process dies before it is ready, this does
+not count as a failed try of a response. The pool fails after `START_TRIES * workers` consecutive worker processes died
+before they were ready.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class WorkerPool(Scorer):
         self._queue: asyncio.PriorityQueue[tuple[int, ScoringJob]] = asyncio.PriorityQueue()  # sorted by arrival
         self._arrivals = itertools.count()
         self._lanes: list[asyncio.Task[None]] = []
-        self._unready, self._tries = 0, START_TRIES * config.workers  # failed starts in a row
+        self._unready, self._tries = 0, START_TRIES * config.workers  # consecutive failed starts, and their limit
         self._hopeless = asyncio.Event()
         self._error = ConfigError("no worker was tried")
         self._version = ""  # the scorer's version in the newest worker process
         self.usage = ScorerUsage()
 
     async def start(self) -> None:
-        """Start the workers."""
+        """Start the worker processes."""
         self._lanes = self._start_lanes()
 
     def _start_lanes(self) -> list[asyncio.Task[None]]:
@@ -94,7 +94,7 @@ class WorkerPool(Scorer):
         await self.close()
 
     async def close(self) -> None:
-        """End the workers."""
+        """End the worker processes."""
         for lane in self._lanes:
             lane.cancel()
         await asyncio.gather(*self._lanes, return_exceptions=True)
@@ -125,8 +125,8 @@ class WorkerPool(Scorer):
         return True
 
     async def _pause_start(self, jobs: Sequence[ScoringJob]) -> None:
-        """Queue the jobs of a worker process again that did not become ready, and pause; fail the pool after too many
-        tries.
+        """Put the jobs of a worker process that did not become ready back into the queue, and pause; fail the pool
+        after too many tries.
         """
         self._put(*jobs)
         if self._unready >= self._tries:

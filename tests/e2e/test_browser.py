@@ -1,4 +1,4 @@
-"""A user's actions in the Prefect UI, in a headless Chromium, on the servers of `rollflow serve`."""
+"""Tests a user's actions in the Prefect UI, in a headless Chromium, on the servers that `rollflow serve` starts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ pytestmark = [
 ]
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
 WIDTHS = {"desktop": 1400, "phone": 390}
-BLOCK = re.compile(r"versions? \d+.*reward")  # a box of the graph that is done
-MANY = 100_000  # versions: more than any test lasts
+BLOCK = re.compile(r"versions? \d+.*reward")  # matches the text of a finished box in the graph of a run
+MANY = 100_000  # so many versions that no test reaches the end of the run
 
 
 def command(home: Path, *arguments: str) -> None:
@@ -48,7 +48,9 @@ def command(home: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a home with a running stack and two recipes: one that ends soon and one that does not."""
+    """Yield a run home with running services and two recipes: the run of one recipe ends soon, the other run does not
+    end.
+    """
     place = tmp_path_factory.mktemp("browser")
     recipes = place / "recipes"
     recipes.mkdir()
@@ -64,7 +66,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Browser:
-    """The pages of one home's Prefect server."""
+    """The browser pages of the Prefect server of one run home."""
 
     def __init__(self, home: Path, page: Page) -> None:
         up = find(home)
@@ -91,7 +93,9 @@ class Browser:
         self.page.get_by_role("button", name="Submit", exact=True).last.click()
 
     def begin(self) -> None:
-        """Submit the form and open the run's page. A form that is still being drawn can lose a click."""
+        """Submit the form and open the run's page. The click is repeated, because a form that is still being drawn can
+        lose a click.
+        """
         from playwright.sync_api import TimeoutError as Late
 
         view, late = self.page.get_by_role("button", name="View run").last, time.monotonic() + HANG_SECONDS
@@ -112,7 +116,8 @@ class Browser:
     def press(self, name: str, state: str) -> None:
         """Press a button of the run's page and confirm it, until the page shows the run in this state.
 
-        With SQLite, Prefect's server may refuse a request while another one writes; then a user presses again.
+        With SQLite, Prefect's server may refuse a request while another request writes. A user would then press the
+        button again.
         """
         button = self.page.get_by_role("button", name=name, exact=True).first
         confirms = self.page.locator(".p-modal").get_by_role("button", name=re.compile(f"^(Submit|Confirm|{name})$"))
@@ -133,7 +138,7 @@ class Browser:
                 raise TimeoutError(f"waited {RUN_SECONDS:g} s for {state!r} on {self.page.url}")
 
     def is_soon(self, state: str) -> bool:
-        """Return whether the page shows the state soon, after one reload, because it may draw slowly."""
+        """Return whether the page shows the state within 20 seconds; if not, reload the page."""
         from playwright.sync_api import TimeoutError as Late
 
         badge = self.page.locator(".page-heading .state-badge")
@@ -148,7 +153,7 @@ class Browser:
         self.page.locator(".p-tabs, .p-tab-navigation").get_by_text(name, exact=True).first.click()
 
     def shot(self, name: str) -> None:
-        """Take a screenshot at both widths, if an environment variable asks for it."""
+        """Take screenshots at both widths if the environment variable ROLLFLOW_SHOTS names a folder."""
         folder = os.environ.get("ROLLFLOW_SHOTS")
         for width in WIDTHS if folder else ():
             self.page.set_viewport_size({"width": WIDTHS[width], "height": 1000})
@@ -159,7 +164,7 @@ class Browser:
 
 @pytest.fixture
 def browser(home: Path) -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright  # its driver starts with it
+    from playwright.sync_api import sync_playwright  # the import starts playwright's driver
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
@@ -183,7 +188,7 @@ def test_prefect_form_starts_a_run(browser: Browser, home: Path) -> None:
     page.get_by_text(BLOCK).first.wait_for()
     page.get_by_text("audit: clean").wait_for()
     browser.shot("graph")
-    assert len(list((home / "store" / "runs").iterdir())) == 1  # what was refused made none
+    assert len(list((home / "store" / "runs").iterdir())) == 1  # refused requests created no run
     report = audit(open_store(str(one_run(home, "short"))))
     assert report.violations == []
 
@@ -220,7 +225,7 @@ def one_run(home: Path, recipe: str) -> Path:
 
 
 def versions_of(home: Path) -> int:
-    """Return how many versions the endless run has published; its folder exists a while before its log."""
+    """Return how many versions the endless run has published, or -1 if the run's folder does not exist yet."""
     if not list((home / "store" / "runs").glob("endless-*")):
         return -1
     log = Log(open_store(str(one_run(home, "endless"))))

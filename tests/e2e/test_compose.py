@@ -1,6 +1,4 @@
-"""The services of `infra/compose.yaml`, started by its own commands, carry a run as `docs/cluster/compose.md`
-describes.
-"""
+"""Tests a run on the services of `infra/compose.yaml`, with the commands of the page `docs/cluster/compose.md`."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def compose() -> Iterator[Compose]:
 
 
 def commands() -> list[list[str]]:
-    """Return the commands that the page runs beside the Ray head: doctor, run, audit."""
+    """Return the commands that the page runs in the container of the Ray head: doctor, run, audit."""
     block = re.search(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert block
     assert block[1].count(EXEC) == 3
@@ -51,7 +49,7 @@ def commands() -> list[list[str]]:
 
 
 def small(command: list[str]) -> list[str]:
-    """Return a command of the page with a smaller run."""
+    """Return a command of the page; the command `run` gets settings for a smaller run."""
     more = [f"--set={key}={value}" for key, value in SMALL.items()] if command[1] == "run" else []
     return [*command, *more]
 
@@ -71,7 +69,7 @@ def test_run_completes_on_the_compose_services(compose: Compose) -> None:
 
 
 def test_ray_rejects_a_client_without_token(compose: Compose) -> None:
-    """A client without the token may not start code there."""
+    """A client without the token must not be able to run code on the Ray cluster."""
     ask = "import ray; ray.init('ray:6379'); print(ray.nodes())"
     done = compose.execute("ray", ["env", "--unset=RAY_AUTH_TOKEN", "python", "-c", ask], seconds=RUN_SECONDS)
     assert done.returncode != 0

@@ -1,4 +1,6 @@
-"""Whole runs whose environments run in environment actors on a local Ray cluster, and that lose an actor on the way."""
+"""Tests whole runs whose environments run in environment actors on a local Ray cluster, and that lose an actor during
+the run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A whole run with Prefect, Ray and MLflow works under each of these settings; one run tests a group of settings."""
+"""Tests whole runs with Prefect, Ray and MLflow under unusual settings of the process environment; each run tests a
+group of settings.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,15 @@ prompts = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run. In values and `home`, FOLDER is the test's folder, open to every user."""
+    """The environment of a run's process. In `home` and in values of variables, FOLDER stands for the test's folder,
+    which every user can read.
+    """
 
-    variables: Mapping[str, str | None] = field(default_factory=dict)  # None: not set
+    variables: Mapping[str, str | None] = field(default_factory=dict)  # None: the variable is not set
     home: str = "FOLDER/home"
-    shell: str = "true"  # a command before it
+    shell: str = "true"  # shell command that runs before the run
     redirect: str = ""
-    user: int | None = None  # one that is not in /etc/passwd
+    user: int | None = None  # id of a user that is not in /etc/passwd
 
 
 GROUPS: dict[str, Settings] = {
@@ -143,14 +147,14 @@ def test_run_trains_with_each_group_of_environment_variables(group: str, tmp_pat
 
 
 def run_under(settings: Settings, folder: Path) -> None:
-    """Run the recipe to its end and check that its audit is clean."""
+    """Execute the run until its end, and check that its audit is clean."""
     scratch = tempfile.mkdtemp()
     longest = Path(scratch, "t" * (LONGEST_TMPDIR - len(scratch) - 1))
     place = {"FOLDER": str(folder), "NUMBER": str(os.getpid()), "LONGEST": str(longest)}
     modules = folder / "modules"
     for part in (modules, longest, folder / ("y" * 120)):
         part.mkdir()
-    for name in ("flows", "tasks", "storage"):  # a person's own, by the names of the houses
+    for name in ("flows", "tasks", "storage"):  # a user's own modules with the names of rollflow's packages
         (modules / f"{name}.py").write_text("raise RuntimeError('another module')\n")
     make_policy(folder / "policy")
     home = Path(_filled(settings.home, place))

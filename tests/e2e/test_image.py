@@ -1,4 +1,4 @@
-"""The steps of `infra/Dockerfile`, run as written in a clean Debian, build an image in which rollflow trains."""
+"""Tests that the steps of `infra/Dockerfile`, executed in a clean Debian, build an image in which rollflow trains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
     wheels = Path(os.environ.get("PIP_FIND_LINKS") or tmp_path_factory.mktemp("wheels"))
     told = {name: value for name, value in os.environ.items() if name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")}
     if [*wheels.glob("torch-*cpu*.whl")]:
-        told["PIP_EXTRA_INDEX_URL"] = ""  # there the CPU build would be looked for
+        told["PIP_EXTRA_INDEX_URL"] = ""  # pip must take the CPU build of torch from the folder of wheels
     root = Root(folder, REPOSITORY, {"wheels": wheels}, told)
     root.build(REPOSITORY / "infra" / "Dockerfile", "cpu")
     yield root

@@ -1,4 +1,4 @@
-"""A judge in whole runs and behind a real vLLM server."""
+"""Tests a judge in whole runs, and a judge on a real vLLM server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ tries = 2
 judge_tries = 2
 call_seconds = 5
 """
-# Half of the reward is for a short response, and the judge is asked only about short ones.
+# Half of the reward is for a short response, and the judge is asked only about short responses.
 COMPOSITE = """
 [reward]
 kind = "composite"
@@ -83,14 +83,14 @@ MARKED = re.compile(r"\[BEGIN RESPONSE (\w+)\]\n(.*?)\n\[END RESPONSE \1\]", re.
 
 
 def grade(content: str) -> int:
-    """Give a score that follows from the response alone, so that the test can compute it from storage."""
+    """Compute a score from the response alone, so that the test can compute the same score from storage."""
     found = MARKED.search(content)
     assert found is not None
     return zlib.crc32(found[2].encode()) % 11
 
 
 class UnreliableJudge:
-    """A judge that fails one call in ten, and is away for a while after its first calls."""
+    """A judge that fails one call in ten, and does not answer for a while after its first calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,12 +109,12 @@ class UnreliableJudge:
 
 
 def grade_alone(text: str, verdict_value: float) -> float:
-    """Return the reward of a response without a composite; nobody judges an empty response."""
+    """Return the expected reward of a response if the judge is the only scorer; an empty response is not judged."""
     return verdict_value if text else 0.0
 
 
 def grade_short(text: str, verdict_value: float) -> float:
-    """Return the reward of a response in the composite."""
+    """Return the expected reward of a response from the composite reward."""
     return 0.5 + 0.5 * grade_alone(text, verdict_value) if len(text) <= 8 else 0.0
 
 
@@ -161,7 +161,7 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['cont
 
 
 def make_judge(folder: Path) -> None:
-    """Make a model with random weights and a chat template, and room for a judge's prompt."""
+    """Create a model with random weights, a chat template, and a context that is long enough for a judge's prompt."""
     folder.mkdir()
     small = ColdStart(hidden_size=64, layers=2, heads=2, context=8192)  # vLLM on a CPU has a kernel for heads of 32
     for name, data in build_cold_folder(small, ["Calculate 1 + 1 + 1.", "3"] * 10).items():
@@ -207,7 +207,7 @@ async def judge_modes(folder: Path, url: str) -> list[Score]:
 
 
 def test_vllm_server_gives_verdicts_of_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge has random weights, so only its structured output makes its answers verdicts."""
+    """The judge has random weights, so its answers are valid verdicts only because of structured output."""
     make_judge(tmp_path / "judge")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -217,7 +217,7 @@ def test_vllm_server_gives_verdicts_of_every_mode(tmp_path: Path, monkeypatch: p
     command = [sys.executable, "-m", module, "--model", str(tmp_path / "judge"), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "judge", "--dtype", "float32", "--enforce-eager"]
     command += ["--chat-template", str(tmp_path / "judge" / "template.jinja"), "--max-num-seqs", "8"]
-    compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})  # a random model writes blanks
+    compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})  # the random model likes spaces
     command += ["--structured-outputs-config", compact, "--api-key", "planted-judge-key"]
     monkeypatch.setenv("JUDGE_KEY", "planted-judge-key")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}

@@ -1,4 +1,6 @@
-"""The shipped recipes reach their accuracy with several kinds of learners: whole, replayable runs, minutes each."""
+"""Tests that the recipes of rollflow reach their accuracy with several kinds of learners, in whole runs of some minutes
+each.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("vllm"
 
 RECIPES = Path("flows/recipes")
 SEED = "seed=0"
-LEARNERS = {  # what is changed in the quick start
+LEARNERS = {  # changed keys of the quick start's recipe
     "as it is": [],
-    "ppo with a critic": [  # in order: by stale batches its runs end ten points apart, see docs/objectives.md
+    "ppo with a critic": [  # synchronous: with stale batches, results differ by ten points, see docs/objectives.md
         "train.objective.kind=ppo",
         "async_ratio=0",
     ],
@@ -30,7 +32,9 @@ LEARNERS = {  # what is changed in the quick start
 
 
 def trained(home: Path, recipe: str, changes: list[str]) -> dict[str, Any]:
-    """Return the summary of a run whose first and last versions were retrained to the same bits."""
+    """Execute a run, check that its first and its last version can be replayed with the same bits, and return its
+    summary.
+    """
     command = Command(home, (RECIPES / recipe).read_text())
     options = [word for change in changes for word in ("--set", change)]
     command.run("run", str(command.recipe), "--run-id", "run", *options, seconds=3 * RUN_SECONDS)
@@ -51,7 +55,7 @@ def test_reasoning_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
     found = trained(tmp_path, "reasoning.toml", [SEED])
     assert found["audit"] == "clean"
     assert found["accuracy"]["before"] < 0.35
-    assert found["accuracy"]["after"] >= 0.75  # evaluations differ by two points, seeds by more: see benchmarks/LOG.md
+    assert found["accuracy"]["after"] >= 0.75  # two evaluations differ by two points, two seeds by more
 
 
 def test_python_tool_recipe_reaches_its_accuracy(tmp_path: Path) -> None:

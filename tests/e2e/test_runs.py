@@ -1,4 +1,4 @@
-"""Whole runs through the command line, with every real part: Prefect, Ray, vLLM, torch, Arrow, storage, MLflow."""
+"""Tests whole runs on the command line, with all real parts: Prefect, Ray, vLLM, torch, Arrow, storage and MLflow."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ every = 3
 
 
 class Command:
-    """`rollflow` in its own process, with its own home."""
+    """The command `rollflow` in a process of its own, with a run home of its own."""
 
     def __init__(self, home: Path, recipe: str) -> None:
         self.home, self.recipe = home, home / "recipe.toml"
@@ -79,13 +79,14 @@ class Command:
         environment = {**os.environ, "ROLLFLOW_HOME": str(self.home), "PREFECT_API_URL": prefect}
         command = [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments]
         pipe = subprocess.PIPE
-        # Tests that a shell runs in the background ignore Ctrl-C, and what they start would, too.
+        # A shell lets background processes ignore Ctrl-C. Without this handler, processes that a test in the background
+        # starts would ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         both = {"stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, env=environment, cwd=self.home, **both)  # MLflow may write to where it runs
+        return subprocess.Popen(command, env=environment, cwd=self.home, **both)  # MLflow may write to this folder
 
     def run(self, *arguments: str, prefect: str = "", seconds: float = RUN_SECONDS) -> str:
-        """Run to the end, successfully and within `seconds`."""
+        """Run the command, check that it succeeds within `seconds`, and return its output."""
         process = self.start(*arguments, prefect=prefect)
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output[-4000:]
@@ -96,7 +97,7 @@ class Command:
 
 
 def leftovers(home: Path) -> list[str]:
-    """Return the processes that still run with this home."""
+    """Return the command lines of the processes that still run with this run home."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         try:
@@ -131,7 +132,7 @@ def test_asynchronous_run_on_vllm_passes_the_audit(
     assert main(["run", str(command.recipe), "--run-id", "first"]) == 2
     weights = sorted((tmp_path / "store/runs/first/policies/00000005").glob("*/weights/*.safetensors"))
     weights[0].write_bytes(weights[0].read_bytes()[:-1] + b"x")
-    assert main(["audit", "first"]) == 0  # it was read before
+    assert main(["audit", "first"]) == 0  # only a deep audit reads the weights again
     assert main(["audit", "first", "--deep"]) == 1
     assert "altered" in capsys.readouterr().out
     check_mlflow(tmp_path, "first")
@@ -140,8 +141,8 @@ def test_asynchronous_run_on_vllm_passes_the_audit(
 @pytest.mark.soak
 @pytest.mark.xdist_group("vllm")
 def test_vllm_run_with_redundant_prompts_passes_the_audit(tmp_path: Path) -> None:
-    """Test extra groups and responses, a filter and tail batching on vLLM, with updates that
-    restart running requests, and with drafts from past responses.
+    """The run has extra groups and responses, a filter, tail batching, weight updates that restart running requests,
+    and drafts from past responses.
     """
     command = Command(tmp_path, SMALL.format(versions=10, alpha=1, engine="vllm"))
     changes = ["rollout.redundant_groups=8", "rollout.redundant_responses=2", "rollout.tail_batching=true"]
@@ -189,7 +190,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_sigterm_during_start_leaves_no_process(tmp_path: Path) -> None:
-    """SIGTERM acts like Ctrl-C, also before the first flow run."""
+    """SIGTERM acts like Ctrl-C, even before the first flow run."""
     command = Command(tmp_path, SMALL.format(versions=4, alpha=1, engine="transformers"))
     process = command.start("run", str(command.recipe), "--run-id", "early")
     assert process.stdout is not None
@@ -253,7 +254,7 @@ def test_prefect_deployment_starts_a_run(
 
 
 def whole_policy(folder: Path) -> None:
-    """Make a Hugging Face folder with random weights, like a user's."""
+    """Create a policy with random weights in a Hugging Face folder, as a user would have it."""
     folder.mkdir()
     for name, data in build_cold_folder(ColdStart(hidden_size=32, heads=2), ["1+1", "2"]).items():
         (folder / name).write_bytes(data)
@@ -274,7 +275,7 @@ def post(api: str, config: dict[str, Any], run_id: str) -> Answer:
     found = fetch(f"{api}/deployments/name/post-training/zz-rollflow").body
     parameters = {"parameters": {"config": config, "run_id": run_id}, "state": {"type": "SCHEDULED"}}
     while (answer := fetch(f"{api}/deployments/{found['id']}/create_flow_run", parameters)).status == BUSY:
-        time.sleep(1)  # SQLite was locked for longer than the server waits; Prefect's own client asks again, too
+        time.sleep(1)  # SQLite was locked for longer than the server waits; Prefect's own client also retries
     return answer
 
 
@@ -302,7 +303,7 @@ def state_at_the_end(api: str, flow_run: str) -> str:
 
 @pytest.fixture
 def services(tmp_path: Path, prefect_database: Path) -> Iterator[tuple[PrefectServer, RayHead]]:
-    """Yield a Prefect server and a Ray cluster of somebody else, not started yet."""
+    """Yield a Prefect server and a Ray cluster that the run does not own, without starting them."""
     place = tmp_path / "elsewhere"
     give(prefect_database, place)
     prefect, ray = PrefectServer(place), RayHead(place)
@@ -317,12 +318,14 @@ def test_stopped_run_resumes_on_existing_services(
     services: tuple[PrefectServer, RayHead],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a stop in mid-run everything ends and the storage audits clean; `resume` finishes the run elsewhere."""
+    """When the run is stopped before its end, all its processes end, and its audit is clean. The command `resume`
+    finishes the run on other services.
+    """
     recipe = SMALL.format(versions=400, alpha=0, engine="transformers")
     command = Command(tmp_path / "home", f'{recipe}[tracking]\nuri = "sqlite:///{tmp_path}/mine.db"\n')
     give(prefect_database, command.home)
     store = open_store(str(command.home / "store/runs/third"))
-    versions = stopped(command, store) + 3  # enough to see it go on
+    versions = stopped(command, store) + 3  # three versions more, so that the resumed run has to train
     for private in ("prefect", "ray"):
         shutil.rmtree(command.home / private)
     prefect, ray = services
@@ -336,7 +339,8 @@ def test_stopped_run_resumes_on_existing_services(
     changed = [part for value in values for part in ("--set", value)]
     command.run("resume", "third", *changed, prefect=prefect.api_url)
     assert not left.exists()
-    # As a supervisor leaves it that dies once the last version is there: who resumes the run ends what is left.
+    # This actor is left behind, as by a supervisor that dies after the last version. The command `resume` must end the
+    # actor.
     subprocess.run([sys.executable, "-c", LEFT, ray.address, store.uri], check=True, timeout=RUN_SECONDS)
     command.run("resume", "third", prefect=prefect.api_url)
     report = audit(store, deep=True)
@@ -351,7 +355,7 @@ def test_stopped_run_resumes_on_existing_services(
 
 
 def stopped(command: Command, store: ObjectStore) -> int:
-    """Run until Ctrl-C in mid-run; return the newest version."""
+    """Start a run, stop it by Ctrl-C before its end, and return its newest version."""
     process = command.start("run", str(command.recipe), "--run-id", "third")
     until(lambda: Log(store).state.version >= 3 or process.poll() is not None, RUN_SECONDS)
     assert process.poll() is None, process.communicate()[0]
@@ -381,7 +385,7 @@ def check_given(command: Command, place: Path, ray: RayHead) -> None:
 
 
 def check_tracked(place: Path, told: ConfigChanged) -> None:
-    """Check that MLflow knows which keys changed, and from which version on."""
+    """Check that MLflow contains the changed config keys, and the version from which on each change applies."""
     client = MlflowClient(tracking_uri=f"sqlite:///{place}/mine.db")
     [run] = client.search_runs([one.experiment_id for one in client.search_experiments()])
     for key, _, after in told.changes:

@@ -1,4 +1,4 @@
-"""The figures of sandboxes of a whole run with code rewards are those of the responses in its storage."""
+"""Tests that the sandbox counters of a run whose scorer runs programs match the responses in the run's storage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ prompts = 3
 """
 
 
-async def test_figures_of_a_run_equal_its_stored_responses(tmp_path: Path) -> None:
+async def test_sandbox_counts_of_a_run_match_its_stored_responses(tmp_path: Path) -> None:
     async with start_and_close(build_sandboxes(SANDBOX)):
         pass  # a machine without sandboxes cannot run the recipe
     make_policy(tmp_path / "policy")

@@ -1,4 +1,6 @@
-"""A run writes no secret of its environment anywhere: not to the store, logs, server databases or output."""
+"""Tests that a run writes no secret of its environment variables anywhere: not to the store, logs, server databases or
+output.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ PLANTED = {
     "HF_TOKEN": "hf_planted0123456789",
     "PGPASSWORD": "planted-postgres-password",
 }
-KEEPERS = ("token", "auth", "up.json")  # files that are there to hold a secret, for this user alone
+KEEPERS = ("token", "auth", "up.json")  # files that hold a secret and that only this user may read
 
 
 def forms(secret: str) -> list[bytes]:
@@ -64,12 +66,12 @@ def forms(secret: str) -> list[bytes]:
     found = [secret.encode(), quote(secret, safe="").encode()]
     for before in range(3):
         coded = base64.b64encode(b"x" * before + secret.encode())
-        found.append(coded[(before * 8 + 5) // 6 + 1 : -4])  # what depends on nothing beside it
+        found.append(coded[(before * 8 + 5) // 6 + 1 : -4])  # the characters that do not depend on the bytes around it
     return found
 
 
 def leaks(places: Mapping[str, bytes], secrets: Mapping[str, str]) -> list[str]:
-    """List where each secret was found."""
+    """List the places in which a secret was found."""
     wanted = {name: forms(secret) for name, secret in secrets.items()}
     return [
         f"{name} in {place}"
@@ -80,7 +82,7 @@ def leaks(places: Mapping[str, bytes], secrets: Mapping[str, str]) -> list[str]:
 
 
 def files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield every file below a folder, except those meant to hold a secret."""
+    """Yield every file below a folder, except files that store a secret on purpose."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.startswith(KEEPERS):
             yield str(path), path.read_bytes()
@@ -118,7 +120,7 @@ def test_run_stores_and_logs_no_secret(tmp_path: Path, prefect_database: Path, m
         tls_proxy(tls, port_of(mlflow.url)) as to_mlflow,
     ):
         for name, value in {**PLANTED, "AWS_ENDPOINT_URL_S3": endpoint}.items():
-            monkeypatch.setenv(name, value)  # a node has its credentials from its own environment
+            monkeypatch.setenv(name, value)  # each Ray node reads its credentials from its own environment variables
         start_together(prefect, ray, mlflow)
         try:
             place = {"ray": ray.address, "mlflow": f"https://127.0.0.1:{to_mlflow}"}

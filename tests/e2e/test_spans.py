@@ -1,4 +1,6 @@
-"""Spans of a whole run: every trained group's trace reaches from its prompt to its version, over three processes."""
+"""Tests the OpenTelemetry spans of a whole run: the trace of each trained group reaches from its prompt to its version,
+over three processes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ prompts = 4
 every = 0
 [tracking]
 """
-SLACK_SECONDS = 0.05  # a span's end is read from the clock a moment after what it measures
+SLACK_SECONDS = 0.05  # the end of a span is read from the clock a moment after the measured work has ended
 
 
 @pytest.mark.soak
@@ -69,7 +71,7 @@ def test_run_has_a_trace_for_every_prompt_and_version(tmp_path: Path) -> None:
             assert train.attributes["rollflow.version"] == number
             assert (root.service, train.service) == ("rollflow-rollout", "rollflow-learner")
             assert min(span.began for span in spans) >= root.began - SLACK_SECONDS
-            assert train.began >= root.ended - SLACK_SECONDS - 1  # two clocks: its batch was committed first
+            assert train.began >= root.ended - SLACK_SECONDS - 1  # clocks differ; training begins after the commit
     versions = {trace[0].attributes["rollflow.version"]: trace for trace in kept.traces() if trace[0].name == "version"}
     assert sorted(versions) == published == list(range(1, VERSIONS + 1))
     for root, *spans in versions.values():

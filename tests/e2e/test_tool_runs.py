@@ -1,4 +1,4 @@
-"""A whole run whose policy calls tools: Python in sandboxes, and an MCP server, beside a Ray actor."""
+"""Tests whole runs whose policy calls tools: Python in sandboxes, and an MCP server that runs beside a Ray actor."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ prompts = 2
 
 
 def make_calling_policy(folder: Path) -> None:
-    """Make a policy with random weights, of whose tokens a quarter are whole tool calls."""
+    """Create a policy with random weights and extra tokens that are whole tool calls (a quarter of all tokens)."""
     folder.mkdir(parents=True)
     small = ColdStart(hidden_size=32, layers=2, heads=2, context=4096)
     for name, data in build_cold_folder(small, ["Sort 3 1 2.", "1 2 3"] * 10).items():
@@ -107,7 +107,7 @@ async def test_policy_of_a_whole_run_uses_its_tools(tmp_path: Path) -> None:
 
 @pytest.mark.xdist_group("vllm")
 async def test_python_tool_recipe_trains_on_calls(tmp_path: Path) -> None:
-    """The recipe at a small size."""
+    """The recipe `python_tool.toml` is run with small settings."""
     async with start_and_close(build_sandboxes(SANDBOX)):
         pass
     command = Command(tmp_path / "home", PRODUCTS.read_text())

@@ -1,4 +1,4 @@
-"""Tests of runs on an existing Ray cluster with a token and TLS, with the supervisor on different machines.
+"""Tests runs on an existing Ray cluster with a token and TLS. The supervisor runs on a different machine in each test.
 
     left: head, 1 CPU        right: 1 CPU        desk: joined without CPUs        stranger: no node
 
@@ -28,7 +28,7 @@ NAMES = ("left", "right", "desk", "stranger")
 
 
 class Attached:
-    """The machines, their cluster, and the environment of a process that uses it."""
+    """The machines, their Ray cluster, and the environment variables of processes that use the cluster."""
 
     def __init__(self, machines: Machines, database: Path) -> None:
         every = [machines.machine(name, own_processes=True) for name in NAMES]
@@ -57,13 +57,13 @@ class Attached:
         assert started.wait(LONG_SECONDS) == 0, machine.output()
 
     def run(self, machine: Machine, *command: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command on a machine, with the variables for the cluster, or with `environment` instead."""
+        """Start a command on a machine, with the variables for the cluster or, if given, with `environment` instead."""
         own = {"ROLLFLOW_HOME": str(machine.home / "own")}
         needed = environment or self.environments[machine.name]
         return machine.start(command, **own, **needed)
 
     def train(self, name: str) -> list[str]:
-        """The command that trains a run of this name."""
+        """Return the command that trains a run of this name."""
         return rollflow("run", "recipe.toml", "--run-id", name, "--set", f"cluster.address={self.address}")
 
 
@@ -119,7 +119,9 @@ def test_run_on_an_existing_cluster_trains_on_its_nodes(attached: Attached, name
 
 
 def test_refused_cluster_connection_gives_a_one_sentence_error(attached: Attached) -> None:
-    """`check` and `run` refuse within seconds: without token, with another one, without TLS, and outside the nodes."""
+    """The commands `check` and `run` fail within seconds without a token, with a wrong token, without TLS, and on a
+    machine that is not a node.
+    """
     desk, address = attached.desk, attached.address
     own = attached.environments["desk"]
     without_token = {name: value for name, value in own.items() if not name.startswith("RAY_AUTH")}
@@ -152,7 +154,7 @@ def test_refused_cluster_connection_gives_a_one_sentence_error(attached: Attache
 def test_doctor_checks_every_node(attached: Attached) -> None:
     command = rollflow("doctor", "--cluster", "recipe.toml", "--set", f"cluster.address={attached.address}")
     asked = attached.run(attached.desk, *command)
-    assert asked.wait(LONG_SECONDS) in (0, 1), attached.desk.output()  # a small machine has little room on its disk
+    assert asked.wait(LONG_SECONDS) in (0, 1), attached.desk.output()  # doctor returns 1 for a small disk
     shown = attached.desk.output(12)
     for machine in (attached.left, attached.right, attached.desk):
         assert f"{machine.address} " in shown, shown

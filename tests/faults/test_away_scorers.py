@@ -1,4 +1,4 @@
-"""A whole run whose scorer cannot judge two of ten responses, and leaves them out of their groups."""
+"""Tests a whole run whose scorer cannot judge two of ten responses; these responses are left out of their groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ unjudged = "leave_out"
 
 
 def test_unjudged_responses_of_a_run_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stored row, each log entry and each version's metrics agree with the texts of the responses."""
+    """The texts of the responses decide which responses are unjudged. The stored rows, the log entries and the metrics
+    of the versions must agree with the texts.
+    """
     make_policy(tmp_path / "policy")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     recipe = SORTING_RECIPE.format(policy=tmp_path / "policy", versions=VERSIONS, groups=GROUPS, size=SIZE) + REWARD

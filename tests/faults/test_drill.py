@@ -1,7 +1,9 @@
-"""Tests the backup and restore of `docs/recovery.md`: Postgres is lost during a run, on real services.
+"""Tests the backup and restore that `docs/recovery.md` describes: the Postgres database of real services is lost during
+a run.
 
-The restored databases are older than the run, so neither Prefect nor MLflow knows its newest versions.
-`resume` writes the run to both again, so a user's variable and experiment show that they were restored.
+The restored databases are older than the run, so neither Prefect nor MLflow knows its newest versions. `resume` writes
+the run to both again. Therefore, a user's own Prefect variable and MLflow experiment show that the databases were
+restored.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def compose() -> Iterator[Compose]:
 
 
 def execute(compose: Compose, name: str, *command: str, **environment: str) -> str:
-    """Run a command beside a service; it must succeed."""
+    """Run a command in the container of a service, and check that the command succeeds."""
     done = compose.execute(name, [*command], seconds=RUN_SECONDS, **environment)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{compose.output(name)}"
     return done.stdout
@@ -95,13 +97,13 @@ def backup(compose: Compose, action: str) -> None:
 
 
 def version(compose: Compose) -> int:
-    """The run's newest version, from its storage; -1 before it has begun."""
+    """Return the newest version in the run's storage, or -1 before the run has begun."""
     done = compose.execute("ray", ["rollflow", "status", "drill", "--json"], seconds=HANG_SECONDS)
     return int(json.loads(done.stdout)["version"]) if done.returncode == 0 else -1
 
 
 def last_line(compose: Compose, program: str) -> str:
-    """Run a Python program beside the services, and return the last line that it prints."""
+    """Run a Python program in a container of the services, and return the last line that the program prints."""
     return execute(compose, "ray", "python", "-c", program).splitlines()[-1]
 
 
@@ -112,7 +114,7 @@ def test_run_survives_the_loss_of_the_postgres_database(compose: Compose) -> Non
 
     def reached(wanted: int) -> bool:
         assert run.poll() is None, compose.output("ray")
-        time.sleep(2.0)  # each look starts a command
+        time.sleep(2.0)  # each check starts a command
         return version(compose) >= wanted
 
     until(lambda: reached(2), RUN_SECONDS)

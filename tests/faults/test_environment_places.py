@@ -1,4 +1,6 @@
-"""Environment actors on two Ray nodes: a lost node and a killed actor lower no reward and leave no process."""
+"""Tests environment actors on two Ray nodes: the loss of a node and the kill of an actor lower no reward and leave no
+process behind.
+"""
 
 from __future__ import annotations
 

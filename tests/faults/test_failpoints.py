@@ -1,8 +1,8 @@
 """Tests SIGKILL before and after every store write of a run: the run continues, and nothing is lost or duplicated.
 
-A child process runs the whole control path on a folder and kills itself at its n-th write. The parent increases n until
-a run ends without a kill. Each killed run is killed once more during its recovery. Kills between two writes happen at
-random times: roles run until they are killed.
+A child process executes the whole control path (scheduler and learner without models) on a folder, and kills itself at
+its n-th write. The parent increases n until a run ends without a kill. Each killed run is killed once more during its
+recovery. Kills between two writes are tested, too: the scheduler and the learner are killed at random times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 VERSIONS, GROUPS = 4, 2
 KILLS = 60 if ALL else 20
-FORK = multiprocessing.get_context("fork")  # a fresh interpreter for each of some hundred points would take minutes
+FORK = multiprocessing.get_context("fork")  # a new interpreter for each of some hundred kills would take minutes
 
 
 DAMAGES: Mapping[str, Mapping[tuple[int, int], Damage]] = {
@@ -65,7 +65,7 @@ class KillingStore(LocalStore):
             super().create(path, data)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Count both writes, and the moment between them, when the file exists but not the object that names it."""
+        """Count both writes. Between them, a kill finds the file, but not the object that names the file."""
         with ExitStack() as writes:
             writes.enter_context(self._write())
 
@@ -99,7 +99,9 @@ def run_once(store: LocalStore, damage: Mapping[tuple[int, int], Damage]) -> Non
 
 
 def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, after: bool) -> bool:
-    """Run in a child process; return whether it died at its failpoint instead of ending well."""
+    """Execute the run in a child process; return True if the process was killed at its failpoint, and False if it
+    finished.
+    """
     child = FORK.Process(target=alone, args=(run_once, KillingStore(root, at=at, after=after), damage))
     child.start()
     child.join()
@@ -110,7 +112,7 @@ def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, aft
 @pytest.mark.many
 @pytest.mark.parametrize(("start", "name"), enumerate(DAMAGES, 1), ids=DAMAGES)
 def test_run_continues_after_a_kill_at_any_storage_write(tmp_path: Path, start: int, name: str) -> None:
-    """In `make test` each write is a failpoint of one of the four cases, in `make soak` of all."""
+    """With `make test`, each write is a failpoint in one of the four cases; with `make soak`, in all of them."""
     at, damage = 1 if ALL else start, DAMAGES[name]
     while survives(tmp_path / f"{at}-before", at, damage, after=False):
         assert survives(tmp_path / f"{at}-after", at, damage, after=True)
@@ -119,7 +121,9 @@ def test_run_continues_after_a_kill_at_any_storage_write(tmp_path: Path, start: 
 
 
 def survives(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, after: bool) -> bool:
-    """Kill a run at a write, kill its continuation at another, let the third end; return whether `at` was reached."""
+    """Kill a run at write `at`, kill the continued run at another write, and let the third process finish. Return
+    whether write `at` was reached.
+    """
     met = killed(root, at, damage, after=after)
     if not met:
         return False
@@ -134,7 +138,7 @@ def survives(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, a
 
 
 def work(root: Path, role: Literal["scheduler", "learner"]) -> None:
-    """Run one role's process: start from storage, and work until it is killed."""
+    """Work as the scheduler or the learner of a run: start from storage, and continue until the process is killed."""
     store = LocalStore(root)
     under = Log(store).state.newest_claim("supervisor")
     actor = Scheduler(store, under) if role == "scheduler" else Learner(store, under)

@@ -1,4 +1,6 @@
-"""A whole run whose scorer hangs, crashes, eats memory and is away: it goes on, and its stored rewards are right."""
+"""Tests a whole run whose scorer sometimes hangs, crashes, uses too much memory or is unavailable: the run continues,
+and its stored rewards are right.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ deadline_seconds = 1.5
 """
 
 
-def test_faults_of_a_scorer_have_their_outcomes_in_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_scorer_fault_is_stored_with_its_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_policy(tmp_path / "policy")
     (tmp_path / "seen").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)

@@ -1,4 +1,4 @@
-"""Tests two supervisors of one run: the older one is deposed and stops, and the run loses nothing."""
+"""Tests two supervisors of one run: the older supervisor loses its role and stops, and the run loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSIONS = 600  # enough versions for the second supervisor to begin before the 
 
 
 def test_run_resumed_on_another_machine_stops_on_the_first(tmp_path: Path) -> None:
-    """As after a network partition, the old supervisor, learner and scheduler are alive when new ones start."""
+    """The old supervisor, learner and scheduler are still alive when new ones start, as after a network partition."""
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     old = Victim(tmp_path / "old", recipe)
     elsewhere = tmp_path / "elsewhere"

@@ -1,4 +1,4 @@
-"""Tests random SIGKILL of all roles of whole runs: they recover by themselves and nothing is lost."""
+"""Tests random SIGKILL of the processes of whole runs: the runs recover by themselves, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ every = 0
 restarts = 100
 backoff_seconds = 0.1
 """
-# The same recipe, with every optional part of the learner's state.
+# The recipe `SYNCHRONOUS`, with every optional part of the learner's state.
 WITH_ROLES = f"""{SYNCHRONOUS}
 [train]
 minibatches = 2
@@ -80,7 +80,7 @@ class Shortened(Victim):
         if arguments[0] == "resume":
             self.versions = self.version() + 20
             change_config(self.store, versions=self.versions)
-            self.log = Log(self.store)  # every entry was written anew
+            self.log = Log(self.store)  # the log is opened again, because `change_config` wrote all entries again
         return super()._start(*arguments)
 
 

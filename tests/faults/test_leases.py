@@ -1,6 +1,6 @@
-"""Tests leases on a cluster that the run does not own: no supervisor watches the run any longer.
+"""Tests the leases of actors on a Ray cluster that the run does not own: no supervisor watches the run any longer.
 
-Either all processes of the run but its actors are killed, or the supervisor is stopped. In both cases the actors end
+Either all processes of the run except its actors are killed, or the supervisor is stopped. In both cases the actors end
 and free their resources, and the run can be resumed.
 """
 
@@ -22,7 +22,7 @@ from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 LEASE_SECONDS = 30.0
 VERSIONS = 250  # so many versions that some are left when the lease has expired
-LIVED_SECONDS = 10.0  # the shortest time that actors live on, because a supervisor may come back
+LIVED_SECONDS = 10.0  # the actors live on for at least this time, because the supervisor may come back
 
 
 @pytest.fixture
@@ -46,7 +46,9 @@ def actors_on(head: RayHead) -> list[str]:
 
 @pytest.fixture
 def victim(tmp_path: Path, others: RayHead) -> Iterator[Victim]:
-    """Start a run on that cluster, with so many versions that some are left when the lease has expired."""
+    """Start a run on the cluster `others`. The run has so many versions that it is not finished when the lease has
+    expired.
+    """
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     set_to = (f"cluster.address={others.address}", f"cluster.lease_seconds={LEASE_SECONDS:g}")
     victim = Victim(tmp_path / "home", recipe, *(f"--set={one}" for one in set_to))
@@ -59,7 +61,7 @@ def victim(tmp_path: Path, others: RayHead) -> Iterator[Victim]:
 
 
 def check_resume(victim: Victim) -> None:
-    """Resume the run to its end; no trajectory is lost or doubled."""
+    """Resume the run until its end, and check that no trajectory is lost or duplicated."""
     assert victim.version() < VERSIONS, "nothing is left to go on with"
     victim.process = victim._start("resume", "chaos")
     outcome = victim.finish([], RUN_SECONDS)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PORT = 6379
 RUN = "store/runs/machines"
-LONG_SECONDS = 300.0  # the longest wait for one part of a run on a slow machine, which only ends a hang
+LONG_SECONDS = 300.0  # the longest wait for one part of a run; only a test that hangs waits so long
 RECIPE = """
 name = "machines"
 versions = 16
@@ -110,7 +110,7 @@ def actors(machine: Machine) -> set[str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("train", [ALONE, SPREAD], ids=["alone", "spread"])
 def test_run_trains_on_machines_without_a_shared_disk(machines: Machines, prefect_database: Path, train: str) -> None:
-    """The engine on the machine without the learner is probed at every weight update.
+    """At every weight update, the engine on the machine without the learner must give the learner's log-probabilities.
 
     If the learner's ranks are spread over the machines, one rank dies with the lost machine.
     """

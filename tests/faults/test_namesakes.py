@@ -1,4 +1,4 @@
-"""Tests two runs with one name, from two stores, on one cluster: neither uses the other's actors."""
+"""Tests two runs with the same name, in two stores, on one Ray cluster: neither run uses actors of the other run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
 
 
 def test_two_runs_with_one_name_both_succeed(tmp_path: Path, head: RayHead) -> None:
-    """The second run starts while the first one trains, and continues after the first has ended its actors."""
+    """The second run starts while the first run trains, and continues after the first run has ended its actors."""
     options = "--set", f"cluster.address={head.address}"
     recipes = [
         RECIPE.format(seed=seed, versions=versions, engine="timed", timing=TIMING["timed"])

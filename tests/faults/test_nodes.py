@@ -49,7 +49,7 @@ def test_run_survives_the_death_of_a_node(tmp_path: Path, two_nodes: tuple[RayHe
         node.kill()
         victim.wait_version(
             victim.version() + 3, RUN_SECONDS
-        )  # the work that channel and scheduler did before is used up by then
+        )  # by then, the work that channel and scheduler had done before the kill is used up
         outcome = victim.finish([], RUN_SECONDS)
     finally:
         kill_everything(victim.home)

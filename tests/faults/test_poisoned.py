@@ -1,4 +1,6 @@
-"""Tests whole runs in which some batches give a NaN: each is quarantined, also if a learner is killed after it."""
+"""Tests whole runs in which some batches give a NaN: each such batch is quarantined, even if the learner is killed
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quarantined(run: Path) -> list[tuple[int, str, str]]:
-    """Check a run from all sides, and return the number, reason and cause of each voided batch."""
+    """Check a run with an audit and a replay; return the number, reason and cause of each voided batch."""
     store = open_store(str(run))
     report = audit(store, deep=True)
     assert report.violations == []
@@ -93,7 +95,7 @@ def quarantined(run: Path) -> list[tuple[int, str, str]]:
 
 
 def killed_behind_voids(home: Path, recipe: str, kills: int) -> Path:
-    """Execute a run whose learner is killed several times, each time when the log has a new void."""
+    """Execute a run whose learner is killed several times, each time after a new batch was voided in the log."""
     victim = Victim(home, recipe)
     try:
         for _ in range(kills):
@@ -111,8 +113,8 @@ def killed_behind_voids(home: Path, recipe: str, kills: int) -> Path:
     return home / "store/runs/chaos"
 
 
-def test_killed_synchronous_run_sets_the_same_nan_batches_aside(tmp_path: Path) -> None:
-    """Batches, repeated prompts and versions are the same, bit for bit."""
+def test_killed_synchronous_run_quarantines_the_same_batches(tmp_path: Path) -> None:
+    """The quarantined batches, the trained batches and the versions are bit-identical with and without kills."""
     recipe = RECIPE.format(alpha=0)
     whole, broken = (killed_behind_voids(tmp_path / name, recipe, n) for name, n in (("whole", 0), ("broken", 2)))
     assert quarantined(broken) == quarantined(whole)

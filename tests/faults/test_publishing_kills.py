@@ -1,7 +1,8 @@
-"""Tests SIGKILL around every store write of a learner that publishes in the background: the result has the same bits.
+"""Tests SIGKILL before and after every store write of a learner that publishes in the background: the resulting weights
+are bit-identical.
 
-Each batch exists while the version that it trains is still being published. So a child dies while its next step is
-anywhere between its start and its optimizer step.
+The next batch always exists while a version is still being published. Therefore, a kill can hit any moment of the next
+train step before its optimizer step.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ STRIDE = 1 if ALL else 4  # `make test` kills at every fourth write
 
 
 def run_once(context: RunContext, store: KillingStore) -> None:
-    """Execute the run on that store, or the rest of it after a kill."""
+    """Execute the run on the store `store` or, after a kill, the rest of the run."""
     vars(context)["store"] = store
     train(context, StoreFeed(context, ahead=True))
 
 
 def killed(run: tuple[Path, str], at: int, *, after: bool) -> bool:
-    """Return whether a child process died at its `at`-th write (otherwise it ended well)."""
+    """Execute the run in a child process; return True if the process was killed at its write `at`, and False if it
+    finished.
+    """
     uri, cache = run[0], run[1]
     context = RunContext(str(uri), Path(cache))
     child = FORK.Process(target=alone, args=(run_once, context, KillingStore(uri, at=at, after=after)))

@@ -1,4 +1,4 @@
-"""Tests races of writers for the same entry: the log decides, one writer succeeds, and the others stop."""
+"""Tests races of writers for the same log entry: the log decides which writer succeeds, and the others stop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ Step = Callable[[Path, int, int], str]
 
 
 def race(root: Path, step: Step, rounds: int, racers: int = 2) -> list[list[str]]:
-    """Start each round at the same moment in several processes; return the entries of each round's winners."""
+    """Let several processes start each round at the same moment; return the entries that the winners of each round
+    wrote.
+    """
     barrier, results = FORK.Barrier(racers), FORK.Queue()
     children = [FORK.Process(target=_racer, args=(root, step, rounds, n, barrier, results)) for n in range(racers)]
     for child in children:
@@ -61,7 +63,9 @@ def _racer(root: Path, step: Step, rounds: int, racer: int, barrier: Barrier, re
 
 
 def check_story(store: LocalStore) -> Model:
-    """Check the log independently of the fold: its chain, one fate per dispatch, each version's batch."""
+    """Check the log without the code that runs use to read it: its chain of hashes, one fate per dispatch, and each
+    version's batch.
+    """
     model = read_log(store)
     model.check_story()
     return model
@@ -84,7 +88,7 @@ def scheduler(root: Path, number: int, _: int) -> str:
 
 
 def supervisor(root: Path, _: int, racer: int) -> str:
-    """Claim the run."""
+    """Claim the supervisor's role."""
     return str(Log(LocalStore(root)).claim("supervisor", who=f"racer {racer}", cluster="here").claim)
 
 
@@ -113,7 +117,7 @@ def test_only_the_newest_of_racing_supervisors_continues(tmp_path: Path) -> None
     describe(store)
     won = race(tmp_path, supervisor, ROUNDS // 2, racers=4)
     claims = sorted(int(claim) for winners in won for claim in winners)
-    assert claims == list(range(1, 4 * (ROUNDS // 2) + 1))  # every claim is an entry of its own
+    assert claims == list(range(1, 4 * (ROUNDS // 2) + 1))  # every claim is a log entry of its own
     log = Log(store)
     Writer(log, "supervisor", claims[-1]).check()
     for claim in claims[:-1]:
@@ -122,7 +126,9 @@ def test_only_the_newest_of_racing_supervisors_continues(tmp_path: Path) -> None
 
 
 def void_begin_or_commit(root: Path, number: int, racer: int) -> str:
-    """Void batch 0 as a learner, start another scheduler, or commit batch 1 as the old scheduler, by racer."""
+    """Do what the number of the racer says: void batch 0 as the learner, start another scheduler, or commit batch 1 as
+    the old scheduler.
+    """
     store = LocalStore(root / str(number))
     if racer == 0:
         batches = TrajectoryStore(Log(store))
@@ -136,13 +142,15 @@ def void_begin_or_commit(root: Path, number: int, racer: int) -> str:
 
 
 def _holder(store: LocalStore, role: str) -> Writer:
-    """Return the first owner of a role, with its own view of the log."""
+    """Return a writer with the first claim of a role and a view of the log of its own."""
     claim = next(entry for entry in of_kind(store, Claimed) if entry.role == role)
     return Writer(Log(store), claim.role, claim.claim)
 
 
 def test_racing_batch_writes_give_each_prompt_one_outcome(tmp_path: Path) -> None:
-    """The commit either precedes the new scheduler's claim, and is seen, or fails: no dispatch has two fates."""
+    """The commit either succeeds before the new scheduler's claim, so that the new scheduler sees it, or it fails. No
+    dispatch has two fates.
+    """
     for number in range(20):
         store = LocalStore(tmp_path / str(number))
         begin(store, async_ratio=1)

@@ -1,4 +1,6 @@
-"""Tests ranks in separate processes: a rank that dies, hangs or fails is named, and no rank outlives its owner."""
+"""Tests a learner whose ranks are separate processes: an error names a rank that dies, hangs or fails, and no rank
+outlives its owner.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
 
-ENDS_SECONDS = 60.0  # the longest wait for the end of a process, which should take a moment
+ENDS_SECONDS = 60.0  # the longest wait for the end of a process, which normally takes a moment
 OWNER = """
 import sys
 from pathlib import Path
@@ -61,7 +63,7 @@ def ranked(folder: Path, ranks: int, seconds: float) -> MultiRankLearner:
 
 
 def pids(made: MultiRankLearner) -> list[int]:
-    """Return the process ids of all ranks but the first."""
+    """Return the process ids of all ranks except the first."""
     found = [one.process.pid for one in made._others._started.values()]
     return [pid for pid in found if pid is not None]
 
@@ -78,7 +80,7 @@ def wait_for_ends(of: list[int]) -> None:
 
 
 def _warns(*given: Any) -> None:
-    """Log a warning while a rank starts."""
+    """Start a rank that logs a warning."""
     rank_process.take_gpu = lambda rank: logging.getLogger("cards").warning("card %d is hot", rank)
     run_rank(*given)
 
@@ -119,7 +121,7 @@ TROUBLE: dict[str, tuple[Callable[[MultiRankLearner], None], float, str]] = {
 @pytest.mark.parametrize(
     "trouble", [pytest.param(name, marks=pytest.mark.soak) if name == "stopped" else name for name in TROUBLE]
 )
-def test_failed_learner_rank_is_named_and_all_ranks_end(folder: Path, trouble: str) -> None:
+def test_error_names_a_failed_learner_rank_and_all_ranks_end(folder: Path, trouble: str) -> None:
     cause, seconds, why = TROUBLE[trouble]
     made = ranked(folder, 3, seconds)
     made.step(batch(0), 0)
@@ -155,7 +157,7 @@ class Killing(StoreFeed):
 def test_run_with_a_killed_learner_rank_is_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str
 ) -> None:
-    """The learner's actor raises, and its keeper starts a new actor."""
+    """The learner's actor raises an error, after which the train stage would start a new actor."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     train = {"kind": learner, "ranks": 2}
     whole, broken = (prepare_small(tmp_path, name, versions=2, train=train) for name in ("whole", "broken"))
@@ -185,8 +187,8 @@ class Waiting(Killing):
         return found
 
 
-def test_learner_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pending version is still published."""
+def test_error_names_a_learner_rank_that_dies_during_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version whose publication was pending is still published."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     run = prepare_small(tmp_path, versions=2, train={"ranks": 2})
     feed = Waiting(run)
@@ -196,18 +198,20 @@ def test_learner_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypat
     assert run.policies.newest() == 1
 
 
-def test_learner_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_learner_rank_that_dies_at_its_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.multi_rank.multi_rank_learner.run_rank", _exit)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with code 7 while the ranks started"):
         ranked(folder, 2, 60.0)
 
 
 def test_learner_ranks_wait_while_rank_0_loads_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit of collective operations must not include loading, which takes minutes for a large policy."""
+    """The time limit of collective operations must not include the loading of weights, which takes minutes for a large
+    policy.
+    """
     met, store = Event(), serve_store()
 
     class Met(EOFError):
-        """An error of the kind that a pipe without an owner raises, but raised by a file that is too short."""
+        """An `EOFError`, as a pipe without an owner raises it, but from another cause, such as a truncated file."""
 
     def meet(*given: Any, **named: Any) -> None:
         met.set()
@@ -226,7 +230,7 @@ def test_learner_ranks_wait_while_rank_0_loads_weights(folder: Path, monkeypatch
     assert met.wait(ENDS_SECONDS)
     until(lambda: store.check([rank_process.failed_key(1)]))
     assert store.get(rank_process.failed_key(1)).startswith(b"Met")
-    # the rank calls `_exit`, which must still be the fake, because the real `_exit` ends this process
+    # wait until the rank has called the fake `_exit`, because the real `_exit` would end this process
     rank.join(ENDS_SECONDS)
     assert not rank.is_alive()
 
@@ -239,8 +243,10 @@ def test_more_learner_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pyt
         ranked(folder, 2, 60.0)
 
 
-def test_each_rank_of_a_multi_node_learner_sees_one_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs of the first rank's machine are not counted; no rank starts here, because the starter fails."""
+def test_multi_node_ranks_are_not_limited_by_local_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs of the first rank's machine do not limit the number of ranks. No rank starts in this test, because
+    `_never` raises an error.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     far = RankHosts(start=_never)
     with pytest.raises(NotImplementedError):
@@ -261,7 +267,7 @@ def test_learner_ranks_end_when_the_learner_is_deleted(folder: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_learner_rank_ends_with_its_parent_process(folder: Path, stopped: bool) -> None:
-    """A stopped rank does not outlive its owner either."""
+    """A rank that is stopped by SIGSTOP does not outlive its owner, either."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdin=pipe, stdout=pipe, text=True) as owner:
         assert owner.stdout is not None

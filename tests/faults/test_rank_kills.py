@@ -1,4 +1,4 @@
-"""Tests SIGKILL of ranks and of their learner on a whole run: it recovers by itself, with the same bits."""
+"""Tests SIGKILL of ranks and of their learner in a run: the run recovers by itself, with bit-identical results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 RANKS, RANK_SECONDS = 3, 60.0
-# With so many deaths of one role, doubling pauses would add up to an hour, so pauses are reset after a calm moment.
+# The pauses before restarts double with each death, and would add up to an hour. A short window resets the pauses after
+# a time without deaths.
 RECIPE = (
     SYNCHRONOUS
     + f"""window_seconds = 20.0
@@ -42,7 +43,7 @@ STOPPED = f"did not reach the other ranks within {RANK_SECONDS:g} s"
 
 @pytest.mark.parametrize(("keys", "kills"), KINDS.values(), ids=KINDS)
 def test_run_with_killed_learner_ranks_is_bit_identical(tmp_path: Path, keys: str, kills: Counter[str]) -> None:
-    """With sharding each rank stores files of every version; some ranks are killed during a write."""
+    """With sharding, each rank stores files of every version, so some ranks are killed during a write."""
     versions = 8 * kills.total()  # about four versions pass from one kill to the next
     recipe = RECIPE.replace("versions = 100", f"versions = {versions}") + keys
     draw, killed = random.Random(), Victim(tmp_path / "killed", recipe)
@@ -64,7 +65,7 @@ def test_run_with_killed_learner_ranks_is_bit_identical(tmp_path: Path, keys: st
 
 
 def strike(victim: Victim, role: str, draw: random.Random) -> None:
-    """Kill one process of a role; all existing ranks end with it."""
+    """Kill one process of a role, and check that all existing ranks end, too."""
     ranks = find(victim.home, "rank")
     kill = victim.strike(role, draw)
     print(f"at version {victim.newest}: {kill}")
@@ -83,7 +84,7 @@ def stop(victim: Victim, draw: random.Random) -> None:
 
 
 def causes(run: Path) -> Counter[str]:
-    """Count the processes that the learner's recoveries name."""
+    """Count the causes (rank, learner or stopped) of the learner's recoveries."""
 
     def cause(reason: str) -> str:
         if STOPPED in reason:

@@ -74,7 +74,7 @@ def test_killed_reward_stage_neither_loses_nor_adds_scores(tmp_path: Path, engin
 
 
 def assert_scores_are_right(context: RunContext, rows: list[dict[str, Any]]) -> None:
-    """Score every trained response again in this process, and compare."""
+    """Score every trained response again in this process, and check that the score equals the stored reward."""
     verifiers = {name: build_verifier(config) for name, config in context.config.scorers.items()}
     prompts, decode = context.prompts(), context.tokenizer.decode_response
     try:

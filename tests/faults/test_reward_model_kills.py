@@ -1,4 +1,4 @@
-"""Tests SIGKILL of a reward model's actor in a whole run: the run ends, and its rewards are those of the model."""
+"""Tests SIGKILL of a reward model's actor in a whole run: the run finishes, and its rewards are those of the model."""
 
 from __future__ import annotations
 
@@ -67,14 +67,16 @@ def test_run_survives_kills_of_its_reward_model(tmp_path: Path) -> None:
         victim.strike("reward model", draw, record=False)
     assert victim.process.wait(RUN_SECONDS) == 0, victim.tail()
     recovered = [recovery for recovery in victim.recoveries.read() if recovery.role.startswith("reward-model-")]
-    # A copy that is killed again before it has scored has one record of both restarts.
+    # If a copy is killed again before it has scored a response, one record contains both restarts.
     assert sum(len(recovery.restarts) for recovery in recovered) == KILLS
     assert audit(victim.store, deep=True).clean
     check_rewards(RunContext(victim.store.uri, tmp_path / "cache"))
 
 
 def check_rewards(context: RunContext) -> None:
-    """Check that every trained response has the probability that the run's model gives it, and that rewards differ."""
+    """Check that the reward of every trained response is the probability from the run's reward model, and that rewards
+    differ.
+    """
     classifier, prompts, tokenizer = load_model(context), context.prompts(), context.tokenizer
     rewards = set[float]()
     for version in range(1, context.config.versions + 1):

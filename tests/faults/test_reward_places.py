@@ -1,4 +1,4 @@
-"""Reward actors on two Ray nodes: a lost node and a lost owner cost no score and leave no process."""
+"""Tests reward actors on two Ray nodes: if a node or the owner dies, no score is lost and no process is left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 def run_script(mode: str, tmp_path: Path) -> dict[str, Any]:
-    """Run `tests.support.reward_places`, and return what it saw."""
+    """Run the script `tests.support.reward_places`, and return the results that the script wrote."""
     path = os.pathsep.join([str(ROOT / ".dev"), str(ROOT)])
     environment = {**os.environ, "ROLLFLOW_HOME": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-m", "tests.support.reward_places", mode, str(tmp_path)]

@@ -39,7 +39,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """Start the faulty proxy; stores pause only briefly, but retry for longer than by default."""
+    """Start the proxy that causes faults. Stores make shorter pauses between tries, but more tries than by default."""
     monkeypatch.setattr(s3_requests, "PATIENT", RetryLimits(tries=25, pause_seconds=0.01, longest_pause_seconds=0.1))
     with FaultyProxy(server, dict.fromkeys(KINDS, 0.1), seed=7) as made:
         use(made.endpoint, monkeypatch)
@@ -72,7 +72,9 @@ def test_s3_operations_succeed_despite_faults(store: S3Store, proxy: FaultyProxy
 
 
 def test_only_one_of_racing_writers_creates_an_object(store: S3Store, proxy: FaultyProxy) -> None:
-    """Despite lost answers one writer knows that it won, and its bytes are read."""
+    """Although answers are lost, exactly one writer knows that it won, and the object contains the bytes of this
+    writer.
+    """
 
     def won(path: str, me: bytes) -> bool:
         try:
@@ -101,7 +103,7 @@ class Fetching(Pipeline):
 
 
 def test_run_on_a_faulty_s3_ends_with_a_clean_audit(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """A lost answer neither loses nor duplicates an entry."""
+    """No log entry is lost or duplicated by a lost answer."""
     pipeline = Fetching(store, versions=4, train_seconds=0.05)  # type: ignore[arg-type]
     pipeline.cache = tmp_path
     asyncio.run(pipeline.run())

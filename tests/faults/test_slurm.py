@@ -1,4 +1,5 @@
-"""Tests `infra/slurm/rollflow.sbatch` on two nodes of a real Slurm: however the job ends, its run continues.
+"""Tests the script `infra/slurm/rollflow.sbatch` on two nodes of a real Slurm: however a job ends, its run can
+continue.
 
 The nodes are simulated machines in namespaces with a shared folder, and the run's store is S3.
 """
@@ -48,19 +49,19 @@ every = 0
 
 
 class Job:
-    """A job of the script, and its run."""
+    """A Slurm job of the script, and the run of the job."""
 
     def __init__(self, machines: Machines, slurm: Slurm, number: str, run: str = "") -> None:
         self.machines, self.slurm, self.number, self.run = machines, slurm, number, run or f"rollflow-{number}"
 
     def version(self) -> int:
-        """The newest version of the run, from its storage; -1 before it began."""
+        """Return the newest version in the run's storage, or -1 before the run has begun."""
         keys = self.machines.objects(f"store/runs/{self.run}/policies")
         staged = {int(key.split("/policies/")[1].split("/")[0]) for key in keys}
         return max(staged, default=0) - 1  # a version is staged after the previous version is published
 
     def reach(self, version: int) -> None:
-        """Wait until the run has a version."""
+        """Wait until the run has reached this version."""
 
         def reached() -> bool:
             assert self.slurm.job(self.number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
@@ -79,7 +80,7 @@ class Job:
         self._wait(running, f"restart {times}")
 
     def ended(self, state: str) -> None:
-        """Wait until the job has ended in a state."""
+        """Wait until the job has ended in this state."""
         self._wait(lambda: self.slurm.job(self.number)["JobState"] == state, state)
 
     def _wait(self, reached: object, what: str) -> None:
@@ -114,7 +115,7 @@ def test_requeued_slurm_job_continues_its_run(cluster: tuple[Machines, Slurm]) -
     job.reach(8)
     slurm.run("scancel", job.number)
     job.ended("CANCELLED")
-    until(lambda: slurm.run("squeue", "--noheader") == "", HANG_SECONDS)  # the job was not queued again
+    until(lambda: slurm.run("squeue", "--noheader") == "", HANG_SECONDS)  # Slurm did not requeue the job
     last = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", ROLLFLOW_RUN=job.run, **STORE), job.run)
     last.ended("COMPLETED")
     assert last.version() + 1 >= 16

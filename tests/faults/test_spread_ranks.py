@@ -1,4 +1,6 @@
-"""Tests ranks that are Ray actors: they train the same as forked ranks, and a failed rank is named."""
+"""Tests learner ranks that are Ray actors: they train the same weights as forked ranks, and an error names a failed
+rank.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_multi_node_ranks_train_like_ranks_on_one_node(place: Path, train: dict[
 
 
 class Troubled(StoreFeed):
-    """A feed that disturbs the ranks before batch 1."""
+    """A feed of batches that disturbs the ranks before it gives batch 1."""
 
     actor: LearnerActor
 
@@ -105,7 +107,7 @@ def send(sent: signal.Signals) -> Callable[[MultiRankLearner], None]:
 
 
 def nonsense(learner: MultiRankLearner) -> None:
-    """Send the rank an order that fails."""
+    """Send an order to the rank that fails there."""
     learner._others._started[1].pipes.orders.send(LoadState({}, {}, None))
 
 
@@ -123,7 +125,7 @@ TROUBLE: list[Any] = [
 
 
 @pytest.mark.parametrize(("do", "seconds", "sentence"), TROUBLE)
-def test_dead_multi_node_rank_is_named_and_the_run_continues(
+def test_error_names_a_dead_multi_node_rank_and_run_continues(
     place: Path, do: Callable[[MultiRankLearner], None], seconds: float, sentence: str
 ) -> None:
     train = {"ranks": 2, "rank_seconds": seconds}
@@ -160,7 +162,7 @@ def test_multi_node_rank_ends_with_its_parent_process(place: Path) -> None:
 
 
 def test_rank_refuses_a_caller_without_the_secret(place: Path) -> None:
-    """A caller on a rank's port must know the secret."""
+    """A caller that connects to the port of a rank must know the secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "multi_node": True})
     started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", serve_store().port))
     try:
@@ -213,6 +215,8 @@ print("right")
 
 
 def test_gpus_of_multi_node_ranks_are_reserved_together() -> None:
-    """With GPUs that Ray only counts, the ranks of a second learner get all their GPUs, or an error."""
+    """The ranks of a second learner get all their GPUs or an error. The GPUs are only numbers for Ray, so no GPU is
+    needed.
+    """
     done = subprocess.run([sys.executable, "-c", WITH_GPUS], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]

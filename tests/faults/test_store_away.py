@@ -31,7 +31,7 @@ from tests.support.s3_server import s3_server, use
 pytestmark = pytest.mark.slow
 
 BUCKET = "away"
-ANSWER, PATIENCE = 15, 25  # seconds; the defaults are 30 and 600
+ANSWER, PATIENCE = 15, 25  # the config keys answer_seconds and patience_seconds, whose defaults are 30 and 600
 SILENT, REFUSED = 30, 50
 
 
@@ -87,7 +87,7 @@ async def call(method: Callable[[], Any]) -> Any:
 
 
 async def test_actors_report_that_they_wait_for_storage(proxy: FaultyProxy, tmp_path: Path) -> None:
-    """The actors are started while the store is unreachable; their flows would treat a silent actor as stuck."""
+    """The actors are started while the store is unreachable. The stages would restart an actor that does not answer."""
     proxy.fall_silent()
     kinds: list[Any] = [partial(RolloutActor, address=""), LearnerActor, RewardActor]
     actors = [kind(RunContext(f"s3://{BUCKET}/none", tmp_path, patience=60.0)) for kind in kinds]

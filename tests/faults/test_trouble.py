@@ -1,4 +1,6 @@
-"""Tests faults that only the user can fix: one sentence gives fault, place and fix, and the run can continue."""
+"""Tests faults that only the user can fix: an error of one sentence names the fault, its place and the fix, and the run
+can continue.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def files_of(run: LocalStore) -> set[Path]:
 
 
 def said_under(trouble: Callable[[], None], work: Callable[[], object]) -> str:
-    """Return type and message of the error of `work` in a process with a fault."""
+    """Call `trouble` and then `work` in a child process; return the type and the message of the error that `work`
+    raises.
+    """
     ours, theirs = multiprocessing.Pipe()
 
     def child() -> None:
@@ -196,7 +200,9 @@ def test_skewed_clock_gives_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_clock_jump_of_hours_restarts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No order depends on the wall clock: the run ends, its audit is clean, and the same objects are kept."""
+    """No decision of a run depends on the wall clock: the run finishes, its audit is clean, and the same objects are
+    kept.
+    """
     straight, real = MemoryStore(uuid.uuid4().hex), time.time
     run_virtual(Pipeline(straight, versions=12).run())
     jumps = random.Random(0)

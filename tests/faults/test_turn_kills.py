@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 # No reward worker is killed, because these episodes need none, and a worker is restarted only if it is needed.
 VICTIMS = [role for role in KILLED if role != "reward worker"]
 VERSIONS = 40
-EPISODES = 8 * 4  # of each version
+EPISODES = 8 * 4  # number of episodes of each version
 RECIPE = (
     SYNCHRONOUS.replace("versions = 100", f"versions = {VERSIONS}").replace("max_new_tokens = 6", "max_new_tokens = 24")
     + """
@@ -39,7 +39,7 @@ durable_turns = "before-action"
 
 
 def finish_run(folder: Path, kills: int) -> Counter[str]:
-    """Run the recipe, kill `kills` times, and return how often each action was done in training."""
+    """Execute the recipe with `kills` kills, and return how often each action was done in training."""
     folder.mkdir()
     actions = folder / "actions"
     actions.touch()

@@ -103,7 +103,7 @@ def test_kill_table_includes_the_kill_that_ended_the_run(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_inspect_reports_trajectories_of_a_lost_batch_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The audit reports the lost batch as one object."""
+    """The number of lost trajectories is reported, although the audit reports the lost batch as one object."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path)
     train_small(context)

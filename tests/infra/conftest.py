@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `infra/`."""
+"""Defines the fixtures of the tests of `infra/`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from tests.support.terraform import PLANTED, prepare
 
 @pytest.fixture(scope="package")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Return the plan of the cluster, created with its own secrets."""
+    """Yield Terraform's plan of the example `cluster`, with test secrets in it."""
     with aws_server() as endpoint:
         yield prepare("cluster", tmp_path_factory.mktemp("cluster"), endpoint, PLANTED).plan()
 
 
 @pytest.fixture
 def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of Secrets Manager, with the token and an empty secret for the authority; `aws` is in the path."""
+    """Yield a client of a simulated Secrets Manager, which has Ray's token and an empty secret for the certificate
+    authority. A fake command `aws` is in the PATH.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "aws").write_text(AWS)
     (tmp_path / "bin" / "aws").chmod(0o755)

@@ -1,6 +1,7 @@
-"""Tests parts of the machines' user data by running them: credentials (OpenSSL, a fake `aws`), passwords, GPU demand.
+"""Tests parts of the start scripts (user data) of the AWS machines by running them: credentials (with OpenSSL and a
+fake `aws`), passwords, and GPU demand.
 
-The scripts come from the plan, so Terraform has rendered them.
+The scripts are read from Terraform's plan, so Terraform has rendered them.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def database(tmp_path: Path) -> Iterator[tuple[str, Path, str]]:
     try:
         yield f"localhost:{port}", authority, password
     finally:
-        server.send_signal(signal.SIGINT)  # at once: SIGTERM waits for clients
+        server.send_signal(signal.SIGINT)  # SIGINT ends Postgres at once, while SIGTERM waits for clients
         server.wait(60)
 
 
@@ -254,7 +255,7 @@ def test_used_and_requested_gpus_are_counted() -> None:
 @pytest.mark.soak
 @pytest.mark.xdist_group("terraform")
 def test_alarms_use_the_metric_of_gpu_demand(tmp_path: Path) -> None:
-    """The program runs as under systemd, on its own Ray node; the alarms use these metric names."""
+    """The program runs as under systemd, with a Ray node of its own, and writes the metrics that the alarms use."""
     code = """
         import datetime, runpy, sys, time, boto3, ray
         ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)

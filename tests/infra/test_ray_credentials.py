@@ -1,7 +1,8 @@
-"""Ray with the credentials that the AWS machines' own script makes: two nodes, a driver, and who is refused.
+"""Tests Ray with the credentials that the start script of the AWS machines creates: two nodes, a driver, and refused
+drivers.
 
-The machines are namespaces with addresses of their own. On loopback a plain `ray.init` hangs: Ray takes 127.0.0.1 for
-the machine's outside address, where such a head does not listen.
+The machines are network namespaces with addresses of their own. On loopback, a plain `ray.init` would hang: Ray takes
+127.0.0.1 for the external address of the machine, at which the head does not listen.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ with open(answer, "w") as file:
 
 
 class Deployment:
-    """The head and one rollout machine of the plan, each with credentials that its own script made."""
+    """The head and one rollout machine of Terraform's plan, each with credentials that the machine's own start script
+    created.
+    """
 
     def __init__(self, machines: Machines, plan: dict[str, Any], folder: Path) -> None:
         self.head, self.rollout = (machines.machine(name, own_processes=True) for name in ("head", "rollout"))
@@ -68,7 +71,7 @@ class Deployment:
             ]
             command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--num-cpus=1"]
             command += ["--object-store-memory=100000000"]
-            command += ["--include-dashboard=false"] if machine is self.head else []  # Ray refuses it elsewhere
+            command += ["--include-dashboard=false"] if machine is self.head else []  # Ray accepts it only for a head
             as_systemd = ["sh", "-c", 'until "$@"; do sleep 1; done', "sh", *command]  # `Restart=always`
             machine.start(as_systemd, **self.environment(machine, variables(body)))
 
@@ -81,12 +84,14 @@ class Deployment:
         return machine.home / name
 
     def environment(self, machine: Machine, named: dict[str, str]) -> dict[str, str]:
-        """Return what of a machine's variables is Ray's, with its folder of credentials."""
+        """Return the variables in `named` that belong to Ray, with the path of the machine's folder of credentials."""
         own = {name: value for name, value in named.items() if name.startswith("RAY_")}
         return {name: value.replace(FOLDER, f"{machine.home}/ray") for name, value in own.items()}
 
     def ask(self, environment: dict[str, str]) -> Any:
-        """Have a driver on the head's machine join, and return what it saw or why it was refused."""
+        """Start a driver on the head's machine that joins the cluster; return what the driver saw, or why it was
+        refused.
+        """
         answer = self.head.home / "answer"
         self.head.path(answer).unlink(missing_ok=True)
         asked = self.head.start([sys.executable, "-c", ASK, self.address, str(answer)], **environment)
@@ -96,7 +101,7 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of another authority."""
+    """Return a folder with certificates of another certificate authority."""
     folder = tmp_path_factory.mktemp("other")
     make_certificates(folder)
     return folder
@@ -104,7 +109,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    """Begin without the environment of `secrets`: the machines have an S3 server of their own."""
+    """Start simulated machines before the fixture `secrets` sets variables, because the machines have an S3 server of
+    their own.
+    """
     with Machines() as machines:
         yield machines
 

@@ -1,6 +1,7 @@
-"""Tests the cluster's plan: encrypted, private, tagged, without unexplained wildcards, and without secrets.
+"""Tests Terraform's plan of the cluster: all resources are encrypted, private and tagged, and the plan has no
+unexplained wildcards and no secrets.
 
-`test_terraform_apply.py` plans and applies both examples.
+The module `test_terraform_apply.py` plans and applies both Terraform examples.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_terraform_files_are_formatted() -> None:
 @needs_terraform
 @pytest.mark.long
 class TestPlan:
-    """Tests of every sentence of the module's docstring on the plan's JSON."""
+    """Tests of the plan's JSON for each property that the module's docstring names."""
 
     def test_every_aws_resource_is_tagged(self, plan: dict[str, Any]) -> None:
         asked = 0

@@ -1,6 +1,7 @@
-"""Tests both examples: validated, applied to moto and destroyed, with valid settings and without stored secrets.
+"""Tests both Terraform examples: each is validated, applied to moto (a simulation of AWS) and destroyed. Its settings
+must be valid, and no secret may be stored.
 
-moto shows that the calls exist and are consistent. It does not show the behaviour of AWS.
+moto shows that the calls to AWS exist and are consistent. It does not show the behaviour of AWS.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ pytestmark = [
 
 
 def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the server in this process, too."""
+    """Set the variables that make this process use the simulated AWS, too."""
     for name, value in {**variables(endpoint), "AWS_REGION": REGION}.items():
         monkeypatch.setenv(name, value)
 

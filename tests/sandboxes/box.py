@@ -1,4 +1,4 @@
-"""Starts sandboxes for these tests: as the user of the tests, and as an ordinary user."""
+"""Starts bubblewrap sandboxes for tests, as the user who runs the tests or as an ordinary user."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CONFIG = BubblewrapSandbox(
     spares=0,
 )
 USER = 65534
-LONG = 60.0  # seconds; longer only for a hang
+LONG = 60.0  # seconds; only a test that hangs takes longer
 SECRET = "SECRET-OF-AN-EARLIER-PROGRAM"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 KINDS = ("own user", "ordinary user")
 
 
 class Box:
-    """Sandboxes of one kind, and the event loop that they live on."""
+    """Sandboxes of one kind, and the event loop in which they run."""
 
     def __init__(self, sandboxes: BubblewrapSandboxes) -> None:
         self.sandboxes, self._runner = sandboxes, asyncio.Runner()
@@ -49,7 +49,7 @@ class Box:
 
 
 def build_as_user(build: Any) -> Any:
-    """Return a builder of commands that start the box as an ordinary user, with the system's Python."""
+    """Return a function that builds the command that starts the box as an ordinary user, with the system's Python."""
 
     def build_command(config: BubblewrapSandbox, descriptor: int, *more: Any) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What the tests of sandboxes share."""
+"""Defines the fixture `box`, which starts sandboxes for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.sandboxes.box import CONFIG, KINDS, PYTHON, SECRET, Box, build_as_use
 
 @pytest.fixture(scope="module", params=KINDS)
 def box(request: pytest.FixtureRequest) -> Iterator[Box]:
-    """Start sandboxes as this user, and for root also as an ordinary user; skip what this machine cannot run."""
+    """Start sandboxes as this user and, if this user is root, as an ordinary user, too; skip what this machine cannot
+    run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "ordinary user":
             if os.geteuid() != 0 or not shutil.which("setpriv") or not os.path.exists(f"/usr/bin/{PYTHON}"):

@@ -1,4 +1,4 @@
-"""Forked processes of a box share the page tables of code, and nothing of the code changes."""
+"""Tests that forked processes of a box inherit the page tables of code, and that the code does not change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ print(json.dumps({'before': before, 'after': after, 'parent': parent, 'child': i
 
 
 def run(option: str) -> dict[str, Any]:
-    """Return what the program finds, with or without shared page tables."""
+    """Run `PROGRAM` with or without shared page tables, and return its output."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT / ".dev")}
     found = subprocess.run([sys.executable, "-c", PROGRAM, option], env=variables, stdout=subprocess.PIPE, check=True)
     return dict(json.loads(found.stdout))

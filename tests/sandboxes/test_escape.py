@@ -1,4 +1,6 @@
-"""Hostile programs reach nothing, end in time, leave nothing, and change no program that runs after them."""
+"""Tests that hostile programs reach nothing outside the sandbox, end in time, leave nothing behind, and change no later
+program.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ def count_processes() -> int:
 
 
 async def wait_for_processes(most: int) -> None:
-    """Wait until no more processes than these are left."""
+    """Wait until at most `most` processes of sandboxes are left."""
     async with asyncio.timeout(LONG):
         while count_processes() > most:
             await asyncio.sleep(0.02)
 
 
 async def run_hostile(sandbox: Sandbox, hostile: Hostile, cold: bool) -> ExecResult:
-    """Run a hostile program as a warm program, or as a command."""
+    """Run a hostile program as Python source in a forked interpreter or, if `cold`, as a command."""
     if not cold:
         return await sandbox.exec(Program(code=hostile.source, timeout=hostile.seconds))
     await sandbox.upload("main.py", hostile.source.encode())
@@ -45,7 +47,9 @@ async def run_hostile(sandbox: Sandbox, hostile: Hostile, cold: bool) -> ExecRes
 
 
 async def attack(box: Box, hostile: Hostile, cold: bool) -> None:
-    """Run a hostile program, then honest ones in the same sandbox and in a new one, and look for what is left."""
+    """Run a hostile program, then honest programs in the same sandbox and in a new one, and check that nothing is left
+    behind.
+    """
     before = count_processes()
     sandbox = await box.sandboxes.create()
     found = await run_hostile(sandbox, hostile, cold)

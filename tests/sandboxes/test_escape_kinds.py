@@ -1,4 +1,6 @@
-"""Hostile programs do no harm in the other kinds of sandbox: on both servers with their clients, and in sandlock."""
+"""Tests that hostile programs do no harm in the other kinds of sandbox: on both servers with their clients, and in
+sandlock.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from tests.support.counts import examples
 from tests.support.sandbox_kinds import SMALL, start_kind
 from tests.support.sandbox_processes import list_sandbox_processes
 
-NOTE = 200  # bytes with which a server says why it killed a program
+NOTE = 200  # largest number of bytes that a server adds to the output to say why it killed a program
 KNOWN = [one for one in PROGRAMS if one.machine in ("", os.uname().machine)]
-# What a kind allows (docs/sandboxes.md). A program sees the guest of its rock sandbox. sandlock has files of its own
-# instead of the host's names, lets a process call itself root without any right, measures memory at intervals, and does
-# not count deleted files that are open, unmapped memory of a device, or timers.
+# Attacks that succeed in a kind of sandbox (docs/sandboxes.md). In a rock sandbox, a program sees the guest, which is
+# the process that runs commands. sandlock has files of its own instead of the host's lists of users, lets a process
+# call itself root without any right, measures memory at intervals, and does not count deleted files that are open,
+# unmapped memory of a device, or timers.
 ALLOWED = {
     "run-code": (),
     "rock": ("other processes", "writing to stdin"),
@@ -37,7 +40,7 @@ ALLOWED = {
 
 
 def list_cases() -> Iterator[Any]:
-    """List each kind with its hostile programs; `make test` has a twentieth of them."""
+    """List each kind of sandbox with its hostile programs; `make test` runs a twentieth of the programs."""
     for kind, allowed in ALLOWED.items():
         hostile = [one for one in KNOWN if one.name not in allowed]
         yield pytest.param(kind, hostile[:: len(hostile) // examples(len(hostile))], id=kind)
@@ -51,8 +54,10 @@ async def sandboxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
 
 @pytest.mark.many
 @pytest.mark.parametrize(("sandboxes", "programs"), list_cases(), indirect=["sandboxes"])
-async def test_hostile_programs_do_no_harm_in_any_kind(sandboxes: Sandboxes, programs: list[Any]) -> None:
-    """The programs run beside each other, and an honest program of the same sandboxes beside and after them."""
+async def test_hostile_programs_do_no_harm_in_any_kind_of_sandbox(sandboxes: Sandboxes, programs: list[Any]) -> None:
+    """Several hostile programs run at the same time. After each of them, an honest program runs in the same kind of
+    sandbox.
+    """
     await sandboxes.run(Program(code="print(1)", timeout=LONG))
     before, turns = len(list_sandbox_processes()), asyncio.Semaphore(3)
 
@@ -60,7 +65,8 @@ async def test_hostile_programs_do_no_harm_in_any_kind(sandboxes: Sandboxes, pro
         async with turns:
             found = await sandboxes.run(Program(code=hostile.source, timeout=hostile.seconds))
             honest = await sandboxes.run(Program(code="print(6 * 7)", timeout=LONG))
-        # Memory is measured at intervals, so a program may reach more than its limit before it is killed for it.
+        # Memory is measured at intervals, so a program may exceed its memory limit for a short time before it is
+        # killed.
         late_kill = hostile in MEMORY and found.return_code == -9 and found.end is not ProgramEnd.TIMEOUT
         harm = {
             "it escaped": b"ESCAPED" in found.stdout + found.stderr and not late_kill,

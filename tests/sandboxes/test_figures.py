@@ -1,4 +1,4 @@
-"""Figures of sandboxes count what the sandboxes of each kind do, in this process and in worker processes."""
+"""Tests the counters of each kind of sandbox, in this process and in worker processes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_killed_sandbox_counts_as_failure_and_replacement(counted: Process
     assert found.replaced == {"failed": 1, "parent ended": 1}
 
 
-async def test_sandbox_killed_while_it_is_created_ends_creation() -> None:
+async def test_sandbox_creation_fails_at_once_if_the_box_is_killed() -> None:
     async with start_and_close(BubblewrapSandboxes(BubblewrapSandbox(spares=0))) as sandboxes:
         assert isinstance(sandboxes, BubblewrapSandboxes)
         assert sandboxes._process is not None
@@ -109,11 +109,11 @@ async def test_sandbox_killed_while_it_is_created_ends_creation() -> None:
         creating = asyncio.create_task(sandboxes.create())
         await asyncio.sleep(0.2)
         box.kill()
-        with pytest.raises(SandboxFailed, match="killed"):  # and not after the 30 s that a creation may take
+        with pytest.raises(SandboxFailed, match="killed"):  # at once, not after the 30 s that a creation may take
             await creating
 
 
-async def test_server_that_does_not_answer_counts_each_try(
+async def test_each_try_on_a_server_without_answer_is_counted(
     counted: ProcessFigures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.tasks.sandboxes.run_code.FIRST_PAUSE", 0.001)
@@ -152,7 +152,7 @@ async def test_request_in_the_queue_uses_no_sandbox(counted: ProcessFigures) -> 
         assert counted.read()["run-code"].in_use == 0
 
 
-async def test_sandbox_that_cannot_be_created_is_a_failure(
+async def test_sandbox_that_cannot_be_created_counts_as_a_failure(
     counted: ProcessFigures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.tasks.sandboxes.rock.FIRST_PAUSE", 0.001)
@@ -185,7 +185,7 @@ async def test_code_and_commands_of_a_workspace_are_counted(counted: ProcessFigu
     assert (found.ends, found.in_use) == ({"exited": 2, "timeout": 1}, 0)
 
 
-async def test_figures_survive_the_death_of_a_worker(counted: ProcessFigures, tmp_path: Path) -> None:
+async def test_sandbox_counters_survive_the_death_of_a_worker(counted: ProcessFigures, tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     policy.mkdir()
     for name, data in build_cold_folder(ColdStart(), ["print(1)"]).items():
@@ -225,7 +225,7 @@ def test_shared_counters_keep_earlier_counts() -> None:
     assert parent.read() == {"rock": SandboxFigures(5)}
 
 
-def test_figures_have_the_sandbox_kinds_of_the_config() -> None:
+def test_counters_have_the_sandbox_kinds_of_the_config() -> None:
     from rollflow.tasks.sandboxes.config import SandboxConfig
 
     union = SandboxConfig.__origin__.__args__  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""No program passes its tests by other means than right answers, and none avoids its score."""
+"""Tests that a program passes its test cases only with right answers, and that no program avoids its score."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def judge_wrong(scorer: CodeScorer, code: str, *cases: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("forgery", FORGERIES, ids=lambda one: one.name)
-def test_program_that_forges_its_test_result_is_scored_wrong(
+def test_program_that_forges_its_test_result_scores_zero(
     loop: asyncio.Runner, scorer: CodeScorer, forgery: Forgery
 ) -> None:
     loop.run(judge_wrong(scorer, forgery.code, forgery.case, write_pytest_case(forgery.case)))
@@ -74,7 +74,7 @@ def test_program_that_forges_its_test_result_is_scored_wrong(
 
 @pytest.mark.many
 @pytest.mark.parametrize("hostile", PROGRAMS[:: len(PROGRAMS) // examples(len(PROGRAMS))], ids=lambda one: one.name)
-def test_hostile_program_is_scored_wrong_on_every_test_type(
+def test_hostile_program_scores_zero_on_every_test_type(
     loop: asyncio.Runner, scorer: CodeScorer, hostile: Hostile
 ) -> None:
     loop.run(judge_wrong(scorer, hostile.source, PRINT, CHECK, CALL, ASSERT, PYTEST))

@@ -1,4 +1,4 @@
-"""Each program is confined in the same way, however its process was forked."""
+"""Tests that each program in a sandbox has the same restrictions, however its process was forked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.sandboxes.box import CONFIG, LONG, PYTHON, Box
 from tests.sandboxes.programs.base import PRELUDE
 from tests.support.sandbox_processes import list_sandbox_processes
 
-# prints the rights of the program, and the answers to system calls of which one is refused only with these arguments
+# prints the rights of the program, and the results of system calls that must fail (socketpair only with these
+# arguments)
 RIGHTS = PRELUDE + (
     "import json\nlines = dict(l.strip().split(':', 1) for l in open('/proc/self/status'))\n"
     "kept = ('CapInh', 'CapPrm', 'CapEff', 'CapAmb', 'CapBnd', 'NoNewPrivs', 'Seccomp', 'Seccomp_filters')\n"
@@ -37,7 +38,7 @@ async def find_rights(sandbox: Sandbox, *, command: bool = False, keep_children:
     return json.loads(found.stdout)
 
 
-def test_each_fork_of_a_program_has_the_same_rights(box: Box) -> None:
+def test_every_program_of_a_sandbox_has_the_same_rights(box: Box) -> None:
     async def work() -> None:
         sandbox = await box.sandboxes.create()
         rights, calls, *_ = first = await find_rights(sandbox)
@@ -46,7 +47,7 @@ def test_each_fork_of_a_program_has_the_same_rights(box: Box) -> None:
         assert (rights["NoNewPrivs"], rights["Seccomp"]) == ("\t1", "\t2")
         assert await find_rights(sandbox, keep_children=True) == first  # in the same process namespace
         await sandbox.exec(LEAVE)
-        assert await find_rights(sandbox) == first  # beside a process of an earlier program, which is killed then
+        assert await find_rights(sandbox) == first  # beside a process of an earlier program, which is then killed
         assert await find_rights(sandbox) == first  # in another process namespace with the same folder
         as_command = await find_rights(sandbox, command=True)
         assert (as_command[0], as_command[1]) == (rights, calls)
@@ -55,7 +56,7 @@ def test_each_fork_of_a_program_has_the_same_rights(box: Box) -> None:
     box.do(work())
 
 
-def test_folder_stays_when_processes_are_killed(box: Box) -> None:
+def test_sandbox_keeps_its_folder_when_processes_are_killed(box: Box) -> None:
     async def work() -> None:
         sandbox = await box.sandboxes.create()
         await sandbox.upload("kept", b"data")
@@ -85,7 +86,7 @@ print(owner == os.getpid(), found, libc.pthread_mutex_unlock(lock))
 
 
 def test_forked_program_knows_its_thread_id(box: Box) -> None:
-    """Otherwise a lock of the C library could take two threads for one."""
+    """Without the right thread id, a lock of the C library could mistake two threads for the same thread."""
 
     async def work() -> None:
         sandbox = await box.sandboxes.create()
@@ -97,8 +98,8 @@ def test_forked_program_knows_its_thread_id(box: Box) -> None:
     box.do(work())
 
 
-# Leaves a process that writes into the memory of each later program, as soon as it can: `prctl` of the C library then
-# does nothing and reports success.
+# This program leaves a process behind that overwrites the function `prctl` in the memory of each later program. `prctl`
+# then does nothing and reports success.
 ATTACK = """
 import ctypes, os, time
 libc = ctypes.CDLL(None)
@@ -133,8 +134,8 @@ print(state, libc.socket(1, 1, 0), libc.unshare(0x10000000), resource.getrlimit(
 """
 
 
-def test_process_of_an_earlier_program_removes_no_restriction(box: Box) -> None:
-    """While a program is prepared, no process in the sandbox can open its memory."""
+def test_earlier_program_removes_no_restriction_of_a_later_one(box: Box) -> None:
+    """While a program is being prepared, other processes in the sandbox cannot open the memory of the program."""
 
     async def work() -> None:
         sandbox = await box.sandboxes.create()
@@ -150,7 +151,7 @@ def test_process_of_an_earlier_program_removes_no_restriction(box: Box) -> None:
 
 
 def list_capable() -> list[int]:
-    """List the processes of sandboxes that have a capability."""
+    """List the processes of sandboxes that have a Linux capability (a right of root)."""
     found = []
     for process in list_sandbox_processes():
         with contextlib.suppress(OSError):
@@ -160,8 +161,10 @@ def list_capable() -> list[int]:
     return found
 
 
-def test_sandbox_processes_and_programs_have_no_capability(box: Box) -> None:
-    """Only the holder has one, and process 1 of the programs, which shares the holder's memory and runs no code."""
+def test_only_two_sandbox_processes_have_a_capability(box: Box) -> None:
+    """The two processes are the holder, which forks the programs, and process 1 of the programs' namespace, which
+    shares the holder's memory and runs no code.
+    """
 
     async def work() -> None:
         before = set(list_capable())
@@ -180,7 +183,7 @@ def test_sandboxed_program_sees_no_socket_of_other_sandboxes(box: Box) -> None:
         others = [await box.sandboxes.create() for _ in range(3)]
         for other in others:
             await other.exec(Program(code="pass", timeout=LONG))
-        for _ in range(100):  # a sandbox that is only being started has a socket for a moment
+        for _ in range(100):  # a sandbox has a socket for a moment while it starts
             found = await box.sandboxes.run(Program(code="print(open('/proc/net/unix').read())", timeout=LONG))
             if len(found.stdout.split(b"\n")) == 3:
                 break

@@ -1,4 +1,6 @@
-"""The keeper of a sandbox withstands what programs leave for it, and judges honest programs rightly."""
+"""Tests the keeper, the process that supervises a sandbox: hostile programs cannot disturb it, and honest programs run
+without errors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.support.sandbox_processes import list_sandbox_processes
 
 
 def warm(code: str, timeout: float = LONG, channel: socket.socket | None = None) -> Program:
-    """Return a warm program that may use the functions of hostile programs."""
+    """Return a program of Python source that may use the functions in `PRELUDE`."""
     return Program(code=PRELUDE + code, timeout=timeout, channel=channel)
 
 
@@ -62,7 +64,7 @@ def test_sparse_file_is_read_up_to_the_size_of_the_folder(box: Box) -> None:
     box.do(work())
 
 
-def test_symbolic_links_inside_the_sandbox_folder_work(box: Box) -> None:
+def test_upload_and_download_follow_links_inside_the_folder(box: Box) -> None:
     async def work() -> None:
         sandbox = await box.sandboxes.create()
         await sandbox.exec(warm("os.mkdir('real'); os.symlink('real', 'link')"))
@@ -73,7 +75,7 @@ def test_symbolic_links_inside_the_sandbox_folder_work(box: Box) -> None:
     box.do(work())
 
 
-def test_sandbox_channel_gives_no_network_and_creates_no_name(box: Box) -> None:
+def test_sandbox_channel_allows_no_network_and_no_socket_name(box: Box) -> None:
     async def work() -> None:
         ours, theirs = socket.socketpair()
         code = (
@@ -124,7 +126,7 @@ def test_cancelled_program_leaves_no_process(box: Box, moment: float) -> None:
     box.do(work())
 
 
-def test_killed_sandbox_process_fails_only_its_sandbox(box: Box) -> None:
+def test_killed_sandbox_process_breaks_only_its_sandbox(box: Box) -> None:
     async def work() -> None:
         first, second = await box.sandboxes.create(), await box.sandboxes.create()
         running = asyncio.create_task(first.exec(warm("os.write(1, b'x' * 60000); time.sleep(600)")))
@@ -143,7 +145,9 @@ async def _kill(sandbox: Sandbox) -> None:
 
 
 def test_memory_shared_with_a_child_counts_once(box: Box) -> None:
-    """A child shares its parent's memory until it executes a program, and later the pages that neither writes."""
+    """A child process shares all memory of its parent until it executes a program. A forked child shares the pages to
+    which neither process writes.
+    """
     code = (
         "import subprocess\nx = b'x' * (36 << 20)\n"
         "for _ in range(20): subprocess.run(['true'], check=True)\nforks(3, lambda: time.sleep(0.3))\ntime.sleep(0.4)\n"
@@ -177,7 +181,7 @@ def test_sandboxed_program_may_use_sockets_threads_and_commands(box: Box) -> Non
 
 
 def test_program_that_steals_its_output_blocks_no_other_program(box: Box) -> None:
-    """A program that reads its own output makes the keeper wait for bytes that are gone."""
+    """If a program reads from the pipe of its own output, the keeper must not wait for bytes that are gone."""
     code = (
         "def steal():\n    fd = os.open('/proc/self/fd/1', os.O_RDONLY | os.O_NONBLOCK)\n    while True:\n"
         "        try: os.read(fd, 65536)\n        except BlockingIOError: pass\n"
@@ -195,14 +199,14 @@ def test_output_beyond_the_size_of_a_pipe_is_complete(box: Box) -> None:
 
 
 def test_program_starts_with_few_objects_to_garbage_collect(box: Box) -> None:
-    """A collection would write to the memory of all objects, and so copy the memory pages that processes share."""
+    """A garbage collection would write to all objects, and so copy the memory pages that processes share."""
     found = box.do(box.sandboxes.run(Program(code="import gc; print(gc.isenabled(), len(gc.get_objects()))")))
     enabled, count = found.stdout.split()
     assert (enabled, int(count) < 100) == (b"True", True)
 
 
 def test_seccomp_filter_lists_each_system_call_once() -> None:
-    """A number that occurs twice in a column is wrong once."""
+    """If the number of a system call occurs twice for one machine, one of the two entries is wrong."""
     from rollflow.tasks.sandboxes.box.rights import REFUSED
 
     for column in (0, 1):
@@ -211,7 +215,7 @@ def test_seccomp_filter_lists_each_system_call_once() -> None:
 
 
 def test_sandbox_that_a_program_breaks_is_reported_as_failed(box: Box) -> None:
-    """A keeper that cannot go on says why; that is no answer of the program."""
+    """If the keeper cannot continue, it sends the reason, which must not count as the result of the program."""
 
     async def work() -> None:
         sandbox = await box.sandboxes.create()
@@ -228,7 +232,7 @@ async def _answer(header: dict[str, str]) -> tuple[dict[str, str], bytes]:
 
 
 def test_child_processes_at_the_limit_block_no_later_program(box: Box) -> None:
-    """Otherwise a program could make its sandbox fail, and so avoid what is run after it."""
+    """Otherwise a program could make its sandbox fail, and so prevent the programs that run after it."""
 
     async def work() -> None:
         sandbox = await box.sandboxes.create()
@@ -247,7 +251,9 @@ def test_child_processes_at_the_limit_block_no_later_program(box: Box) -> None:
 
 
 def test_child_that_kills_the_next_program_breaks_no_sandbox(box: Box) -> None:
-    """The next program ends by that signal: what a program's child did is no fault of the sandbox."""
+    """The next program ends by a signal, because a child process of an earlier program kills it. This is not a failure
+    of the sandbox.
+    """
 
     async def work() -> None:
         sandbox = await box.sandboxes.create()

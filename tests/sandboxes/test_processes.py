@@ -1,4 +1,6 @@
-"""Sandboxes of host processes leave neither processes nor files, whoever is killed and whatever the program did."""
+"""Tests that sandboxes of host processes leave no processes or files behind, whichever process is killed and whatever
+the program did.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs; one that only waits to be collected does not."""
+    """Return whether a process runs; a zombie process does not run."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

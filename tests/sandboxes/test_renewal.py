@@ -1,5 +1,5 @@
-"""A renewed sandbox is as good as new: nothing of an earlier program remains in it. A sandbox about which anything is
-unclear is not renewed.
+"""Tests the renewal of sandboxes: nothing of an earlier program remains in a renewed sandbox. A sandbox whose state is
+uncertain is not renewed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.sandboxes.programs.renewal import LEAVING
 from tests.support.sandbox_processes import list_boxes
 
 MARK = "LEFT-OVER-"
-# prints everything that a program can learn about its sandbox, and that is the same in each new sandbox
+# prints all facts about its sandbox that a program can learn and that are the same in each new sandbox
 PROBE = """
 import json, os, random, re, resource, signal, sys
 def read(path):
@@ -72,7 +72,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module", params=KINDS)
 def box(request: pytest.FixtureRequest) -> Iterator[Box]:
-    """Start sandboxes with one spare sandbox, as this user, and for root also as an ordinary user."""
+    """Start sandboxes with one spare sandbox as this user and, if this user is root, as an ordinary user, too."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "ordinary user":
             if os.geteuid() != 0 or not shutil.which("setpriv") or not os.path.exists(f"/usr/bin/{PYTHON}"):
@@ -94,7 +94,7 @@ def count_created(box: Box) -> int:
 
 
 async def settle(box: Box) -> bool:
-    """Wait until all spare sandboxes are created or renewed, and return whether all of them could be."""
+    """Wait until all spare sandboxes are created or renewed; return False if one of them failed."""
     try:
         for spare in list(box.sandboxes._spares):
             await (spare if isinstance(spare, asyncio.Task) else spare.wait_renewed())
@@ -119,8 +119,9 @@ async def probe_new(box: Box) -> dict[str, Any]:
 
 
 async def find_renewed(box: Box) -> tuple[int, list[psutil.Process]]:
-    """Run a program until its sandbox was renewed; return the number of sandboxes created so far, and the processes of
-    this one. A slow host, or a process of the host that uses the sandbox's folder, can prevent a renewal.
+    """Run programs until a sandbox was renewed after one of them. Return the number of sandboxes created so far, and
+    the processes of the renewed sandbox. A slow host, or a process of the host that uses the sandbox's folder, can
+    prevent a renewal.
     """
     for _ in range(5):
         await probe(box)
@@ -170,7 +171,7 @@ def call(command: list[str]) -> int:
 
 
 async def leave(box: Box, hostile: Hostile, command: bool) -> ExecResult:
-    """Run a program that leaves something, as a warm program or as a command."""
+    """Run a program that leaves something behind, as Python source in a forked interpreter or as a command."""
     given: dict[str, Any] = {"stdin": MARK.encode() * 999, "env": {"LEFT": MARK}, "arguments": [MARK] * 9}
     code = f"# {MARK}\n{hostile.source}"
     if not command:
@@ -224,7 +225,7 @@ def test_sandbox_is_renewed_only_after_a_clean_end(box: Box, end: str) -> None:
         was_clean = found.end is ProgramEnd.EXITED and found.return_code >= 0 and not ENDS[end].keep_children
         assert await probe(box) == new
         assert count_created(box) == count + (not was_clean)
-        assert not was_clean or end in ("memory", "processes")  # which the kernel may refuse before they are measured
+        assert not was_clean or end in ("memory", "processes")  # the kernel may refuse both before they are measured
 
     box.do(work())
 
@@ -246,7 +247,7 @@ def test_sandbox_is_never_renewed_after_an_unclean_end(box: Box, end: str) -> No
 
 
 @pytest.mark.parametrize("killed", [0, 1, 2], ids=["keeper", "holder", "process 1"])
-def test_killed_process_of_a_spare_sandbox_fails_no_run(box: Box, killed: int) -> None:
+def test_run_after_a_killed_sandbox_process_gets_a_new_sandbox(box: Box, killed: int) -> None:
     async def work() -> None:
         new = await probe(box)
         count, chain = await find_renewed(box)
@@ -299,7 +300,7 @@ def test_sandbox_is_not_renewed_if_an_ipc_object_exists(box: Box) -> None:
 
 
 def test_concurrent_programs_share_no_sandbox(box: Box) -> None:
-    """More runs than spare sandboxes, of which some end badly, and some are cancelled."""
+    """The test runs more programs than there are spare sandboxes. Some programs fail, and some are cancelled."""
     code = "import os, time\nassert os.listdir('.') == []\nopen('left', 'w').close(); time.sleep(0.02)\nprint(%d)"
 
     async def run(number: int) -> None:

@@ -1,4 +1,6 @@
-"""The server of ROCK's protocol and its client: envelopes, token, limits, hostile paths and programs, a rocklet."""
+"""Tests rollflow's server and client of ROCK's protocol: the JSON of answers, tokens, limits, hostile paths and
+programs, and rocklets.
+"""
 
 from __future__ import annotations
 
@@ -49,23 +51,23 @@ class Caller:
         self.client, self.identity = client, ""
 
     async def send(self, path: str, /, **body: Any) -> Any:
-        """Post a request for the sandbox, and return the envelope."""
+        """Send a POST request for the sandbox, and return the JSON of the answer."""
         answer = await self.client.post(f"{PREFIX}/{path}", json={"sandbox_id": self.identity, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     async def get(self, path: str, /, **query: Any) -> Any:
-        """Get what is known of the sandbox, and return the envelope."""
+        """Send a GET request for the sandbox, and return the JSON of the answer."""
         return (await self.client.get(f"{PREFIX}/{path}", params={"sandbox_id": self.identity, **query})).json()
 
     async def start(self, **body: Any) -> Any:
-        """Start the sandbox, and return the envelope."""
+        """Start the sandbox, and return the JSON of the answer."""
         found = (await self.client.post(f"{PREFIX}/start_async", json={"image": "python:3.11", **body})).json()
         self.identity = (found["result"] or {}).get("sandbox_id", "")
         return found
 
     async def upload(self, path: str, data: bytes) -> Any:
-        """Upload a file, and return the envelope."""
+        """Upload a file, and return the JSON of the answer."""
         form = {"target_path": path, "sandbox_id": self.identity}
         return (await self.client.post(f"{PREFIX}/upload", data=form, files={"file": ("name", data)})).json()
 
@@ -101,7 +103,7 @@ async def caller(sandboxes: Sandboxes) -> AsyncIterator[Caller]:
 
 
 def read_reason(envelope: Any, code: int = 4000) -> str:
-    """Return why a request failed."""
+    """Check that a request failed, and return the reason."""
     assert (envelope["status"], envelope["result"]["code"]) == ("Failed", code), envelope
     assert envelope["error"] == envelope["message"] == envelope["result"]["failure_reason"]
     return str(envelope["error"])
@@ -129,7 +131,7 @@ async def test_rock_server_starts_describes_and_stops_a_sandbox(sandboxes: Sandb
 async def test_resource_limits_of_a_request_are_enforced(sandboxes: Sandboxes) -> None:
     async with serve(sandboxes) as caller:
         await caller.start(memory="64m", cpus=0.5, disk="2m")
-        # a busy machine looks at the memory late, so the program keeps it for a while
+        # a busy machine measures the memory late, so the program keeps the memory for a while
         code = "import time\nx = []\nwhile len(x) < 100: x.append(b'x' * (1 << 20))\ntime.sleep(20)\nprint('held')"
         found = (await caller.send("execute", command=["python3", "-c", code]))["result"]
         assert "held" not in found["stdout"]
@@ -185,7 +187,7 @@ async def test_session_answers_as_rock_does(caller: Caller) -> None:
     read_reason(await caller.send("run_in_session", session="s", command="gdb", is_interactive_command=True))
 
 
-async def test_session_of_another_user_is_refused_by_name(caller: Caller) -> None:
+async def test_rock_session_of_another_user_is_refused(caller: Caller) -> None:
     for user in ("admin", "root", "0"):
         reason = read_reason(await caller.send("create_session", session="t", remote_user=user))
         assert reason == f"remote_user = {user!r}: all programs of a sandbox of this server run as user 1000; " + (
@@ -196,7 +198,7 @@ async def test_session_of_another_user_is_refused_by_name(caller: Caller) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only for root are programs of this kind root")
-async def test_session_of_the_own_user_is_accepted_by_name() -> None:
+async def test_rock_session_of_the_programs_own_user_is_accepted() -> None:
     created = build_sandboxes(UnsafeProcessSandbox(spares=0))
     await created.start()
     try:
@@ -307,7 +309,7 @@ async def test_number_of_sandboxes_is_limited_and_unused_ones_end(
         if len(list_sandbox_processes()) <= before:
             break
         await asyncio.sleep(0.05)
-    assert len(list_sandbox_processes()) <= before  # the end of the server ended them
+    assert len(list_sandbox_processes()) <= before  # the sandboxes ended when the server ended
 
 
 @pytest.mark.parametrize(
@@ -320,8 +322,8 @@ async def test_number_of_sandboxes_is_limited_and_unused_ones_end(
         ({"auto_clear_time_minutes": 1e9}, 86_400.0),
     ],
 )
-async def test_sandbox_is_cleared_after_a_day_at_most(asked: dict[str, float], seconds: float) -> None:
-    """A request cannot keep a forgotten sandbox for ever."""
+async def test_unused_sandbox_is_stopped_after_a_day_at_most(asked: dict[str, float], seconds: float) -> None:
+    """A request cannot set a longer time without requests than a day."""
     given = list[float]()
 
     class Live(LiveSandboxes):
@@ -335,7 +337,7 @@ async def test_sandbox_is_cleared_after_a_day_at_most(asked: dict[str, float], s
 
 
 async def test_id_of_a_starting_sandbox_cannot_be_used_again(sandboxes: Sandboxes) -> None:
-    """Otherwise the first of two sandboxes with one id could not be stopped, and would outlive each limit."""
+    """Otherwise the first of two sandboxes with the same id could not be stopped, and would exceed every time limit."""
     live = LiveSandboxes(sandboxes, 3)
     starts = [live.start("same", SandboxLimits(), {}, LONG) for _ in range(2)]
     found = await asyncio.gather(*starts, return_exceptions=True)
@@ -362,8 +364,8 @@ async def test_dead_sandbox_is_reported_and_replaced(caller: Caller) -> None:
     assert (await caller.send("execute", command="echo new"))["result"]["stdout"] == "new\n"
 
 
-# Programs that print what a served sandbox lets them do: they see the guest, and in a session /dev/null and the
-# variables of the shell.
+# Programs that print `ESCAPED` for something that a served sandbox allows: they see the guest process and, in a
+# session, /dev/null and the variables of the shell.
 ALLOWED = ("other processes", "writing to stdin", "environment of the box")
 HOSTILE = [hostile for hostile in PROGRAMS if hostile.name not in ALLOWED]
 
@@ -437,7 +439,7 @@ time.sleep(600)
 async def test_programs_are_scored_through_rock_server_and_client(
     sandboxes: Sandboxes, code: str, outcome: Outcome | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workspace, "STOP_SECONDS", 3.0)  # the time until a stopped guest is given up
+    monkeypatch.setattr(workspace, "STOP_SECONDS", 3.0)  # seconds to wait for a stopped guest
     async with serve_in_background(sandboxes, bounds=BOUNDS) as url:
         config = RockSandbox(url=url, memory_bytes=128 * MIB, at_once=2)
         scorer = CodeScorer(CodeReward(case_seconds=1.0, fenced=False, sandbox=config))
@@ -448,7 +450,7 @@ async def test_programs_are_scored_through_rock_server_and_client(
 
 
 class Rock:
-    """A server whose answers are given, by path."""
+    """A fake server with one prepared answer, or a list of answers, for each path."""
 
     def __init__(self, **answers: Any) -> None:
         started = {"sandbox_id": "one"}
@@ -475,7 +477,7 @@ class Rock:
 
 
 def build_client(server: Callable[[httpx.Request], Any], **keys: Any) -> RockSandboxes:
-    """Build the client on a server."""
+    """Create a client that sends its requests to the function `server`."""
     created = RockSandboxes(RockSandbox(url="http://server", tries=2, **keys))
     created._client = httpx.AsyncClient(transport=httpx.MockTransport(server))
     return created
@@ -536,7 +538,7 @@ async def test_rock_client_returns_the_result_of_the_server(answer: dict[str, An
     assert (found.end, found.return_code) == (end, code)
 
 
-async def test_program_killed_after_its_time_limit_is_a_timeout() -> None:
+async def test_program_killed_after_its_time_limit_ends_as_a_timeout() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/execute"):
             await asyncio.sleep(0.2)
@@ -566,7 +568,7 @@ async def test_missing_rock_server_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Rocklet:
-    """A rocklet that runs nothing, and answers without an envelope."""
+    """A fake rocklet that runs nothing. Its answers are plain JSON objects, not in the format of ROCK's server."""
 
     def __init__(self, execute: Any, status: int = 200) -> None:
         self.execute, self.status = execute, status

@@ -1,4 +1,4 @@
-"""The unmodified SDK of ROCK against the server, and a stock rocklet in bubblewrap against the client.
+"""Tests rollflow's server with the unmodified SDK of ROCK, and rollflow's client with a stock rocklet in bubblewrap.
 
 The tests need an environment with `pip install "rl-rock[rocklet]==1.11.0"`, whose Python ROLLFLOW_ROCK_PYTHON names.
 """
@@ -95,7 +95,7 @@ async def run_sdk(*arguments: str) -> str:
     return stdout.decode()
 
 
-async def test_unmodified_rock_sdk_works_with_our_server(tmp_path: Path) -> None:
+async def test_our_server_answers_the_unmodified_rock_sdk(tmp_path: Path) -> None:
     sandboxes = build_sandboxes(BubblewrapSandbox(spares=0))
     try:
         await sandboxes.start()
@@ -136,7 +136,7 @@ async def start_rocklet(passwd: str = "/etc/passwd") -> AsyncIterator[str]:
     environment = Path(PYTHON).parent.parent
     base = Path(PYTHON).resolve().parent.parent
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--die-with-parent", "--clearenv"]
-    options += ["--perms", "0755", "--dir", "/etc", "--perms", "1777", "--dir", "/tmp"]  # as every user can enter them
+    options += ["--perms", "0755", "--dir", "/etc", "--perms", "1777", "--dir", "/tmp"]  # open to every user
     for path in ("/usr", str(base), str(environment), "/etc/ssl", "/etc/ld.so.cache", *PAM):
         options += ["--ro-bind", path, path] if os.path.exists(path) else []
     options += ["--ro-bind", passwd, "/etc/passwd"]
@@ -201,7 +201,7 @@ async def test_stock_rocklet_runs_programs_of_several_users(tmp_path: Path) -> N
         sandboxes = build_sandboxes(RockSandbox(url=url, protocol="rocklet", tries=2))
         await sandboxes.start()
         workspace = await sandboxes.open_workspace()
-        free = {"PATH": "/usr/bin:/bin"}  # an interpreter that every user can read
+        free = {"PATH": "/usr/bin:/bin"}  # folders with a Python interpreter that every user can read
         write = "import os, sys; os.umask(0o077); open('secret', 'w').write(sys.stdin.read()); print(os.getuid())"
         found = await workspace.exec(Program(code=write, stdin=b"mine", user="agent", env=free, timeout=30))
         assert (found.stdout, found.stderr) == (b"1001\n", b"")

@@ -1,4 +1,4 @@
-"""Programs of other users in a sandbox of a ROCK server: the commands that the client sends, run by root."""
+"""Tests the commands with which the client of a ROCK server runs programs as other users; root runs the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from rollflow.tasks.sandboxes.base import NO_VARIABLES, UserRefused
 from rollflow.tasks.sandboxes.rock_users import PREPARE, check_prepared, limit_command
 
-PATH = "/usr/bin:/bin"  # an interpreter that every user can read
+PATH = "/usr/bin:/bin"  # folders with a Python interpreter that every user can read
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("python3", path=PATH) is None, reason="not root, or no python3 for every user"
 )
@@ -103,7 +103,7 @@ def test_command_of_a_user_imports_nothing_from_its_folder(folder: Path) -> None
 
 
 def test_variables_of_a_user_do_not_reach_the_programs_of_root(folder: Path) -> None:
-    """The user has a program of the name of each program that root starts, in a folder that is in the user's PATH."""
+    """A folder in the user's PATH contains a program with the name of each program that root starts."""
     prepare(folder, NOBODY)
     programs = folder / "work" / NOBODY / "bin"
     programs.mkdir()
@@ -129,7 +129,7 @@ def test_user_that_root_cannot_become_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o000])
-def test_sandbox_of_any_umask_is_closed_to_its_users(folder: Path, umask: int) -> None:
+def test_user_cannot_replace_sandbox_folders_at_any_umask(folder: Path, umask: int) -> None:
     """A user can enter the sandbox's folder, but cannot replace the folders in it."""
     before = os.umask(umask)
     try:
@@ -162,7 +162,7 @@ def test_program_of_the_sandbox_user_needs_no_root(folder: Path) -> None:
     assert call(become("1", ["id", "-u"]), folder, "1").stdout == "1\n"
 
 
-def test_user_folder_that_cannot_be_created_is_an_error(folder: Path) -> None:
+def test_user_whose_folder_cannot_be_created_is_refused(folder: Path) -> None:
     (folder / "work").mkdir()
     (folder / "work" / NOBODY).write_text("a file")
     with pytest.raises(UserRefused, match="cannot be prepared for the user: FileExistsError"):

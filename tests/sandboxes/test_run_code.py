@@ -1,4 +1,4 @@
-"""The server of /run_code and its client: the bodies that SandboxFusion's callers send, token, load, retries."""
+"""Tests rollflow's server and client of `/run_code`: requests of SandboxFusion's clients, tokens, load and retries."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_malformed_run_code_requests_are_refused(sandboxes: Sandboxes) -> 
 async def test_slow_or_broken_request_does_not_occupy_the_server(
     sandboxes: Sandboxes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A caller that never sends its body does not block the others."""
+    """A caller that never sends the body of its request does not block other callers."""
 
     async def send(url: str, *, and_wait: bool) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
@@ -233,7 +233,7 @@ def test_server_without_token_listens_only_on_loopback(capsys: pytest.CaptureFix
 
 
 class Answers:
-    """A server that gives these answers in turn."""
+    """A fake server that gives the prepared answers one after another."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)
@@ -249,7 +249,7 @@ class Answers:
 
 
 def build_client(answers: Answers, **keys: Any) -> RunCodeSandboxes:
-    """Build the client on a transport that gives these answers."""
+    """Create a client whose requests get the prepared answers."""
     created = RunCodeSandboxes(RunCodeSandbox(url="http://server/run_code", tries=3, **keys))
     created._client = httpx.AsyncClient(transport=httpx.MockTransport(answers))
     return created
@@ -296,7 +296,9 @@ async def test_invalid_server_response_leaves_a_program_unjudged(
 
 
 async def test_program_that_prints_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server may not limit the output of a program; the program is then scored, not judged again."""
+    """If a server does not limit the output of a program, the client limits it. The program then gets a score, and is
+    not tried again.
+    """
     monkeypatch.setattr(run_code, "LARGEST_ANSWER", 1000)
     run = {"status": "Finished", "return_code": 0, "stdout": "x" * 2000, "stderr": "", "execution_time": "soon"}
     client = build_client(Answers())

@@ -1,5 +1,6 @@
-"""The tests of sandboxes are skipped if no sandbox starts, so one test fails if the cause is rollflow and not the
-machine."""
+"""Tests that sandboxes start on each machine that can run bwrap. The other tests of sandboxes are skipped if no sandbox
+starts, so they do not find an error of rollflow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rollflow.tasks.sandboxes.base import Program
 from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes
 from tests.sandboxes.box import CONFIG, LONG, Box
 
-# namespaces of users, processes and mounts, as the sandboxes have them
+# command that creates user, process and mount namespaces, as sandboxes have them
 BARE = ["bwrap", "--unshare-user", "--unshare-pid", "--ro-bind", "/", "/", "--proc", "/proc", "--tmpfs", "/tmp", "true"]
 
 

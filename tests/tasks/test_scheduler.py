@@ -1,7 +1,8 @@
-"""The scheduler on a virtual clock: whatever the schedule, no prompt is lost or doubled, and alpha holds.
+"""Tests the scheduler on a virtual clock: whatever the schedule, no prompt is lost or trained on twice, and no
+trajectory is older than alpha (the largest allowed staleness).
 
-Each run is audited. `check` tests the same properties from the entries and files, without the fold that the audit and
-the run share.
+Each run is audited. The function `check` tests the same properties from the log entries and files, without the code
+that both the audit and the run use to read the log.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def run_and_audit(pipeline: Pipeline) -> AuditReport:
 
 
 def trained(store: ObjectStore) -> Iterator[tuple[int, TrajectoryBatch]]:
-    """Yield each version and the batch it was trained on, from the entries alone; check each file against its
-    commit.
+    """Yield each version and the batch on which it was trained, using only log entries; check each batch file against
+    its log entry.
     """
     entries = read(store)
     for entry in entries:
@@ -73,7 +74,7 @@ def trained(store: ObjectStore) -> Iterator[tuple[int, TrajectoryBatch]]:
 
 
 def check(pipeline: Pipeline) -> None:
-    """Check an ended run: all versions are there, each of a fresh batch, and every dispatch has one fate."""
+    """Check a finished run: all versions exist, each was trained on a fresh batch, and every dispatch has one fate."""
     keys = list[GroupKey]()
     for version, (number, batch) in enumerate(trained(pipeline.store), 1):
         assert version == number
@@ -228,8 +229,10 @@ def test_run_at_alpha_zero_reproduces_every_byte() -> None:
     assert first == second
 
 
-def test_generation_overlaps_training_with_alpha() -> None:
-    """With alpha the run is faster than without, because the learner does not wait for the whole batch each time."""
+def test_generation_overlaps_training_with_alpha_above_zero() -> None:
+    """With alpha above 0, the run is faster than with alpha 0, because the learner does not wait for a whole batch at
+    each step.
+    """
 
     async def timed(alpha: float) -> float:
         await Pipeline(fresh_store(), versions=20, async_ratio=alpha).run()
@@ -240,7 +243,7 @@ def test_generation_overlaps_training_with_alpha() -> None:
 
 
 def test_run_continues_from_storage_alone() -> None:
-    """A run that is stopped after three versions and continued by new objects still uses every prompt exactly once."""
+    """The run is stopped after three versions and continued by new objects; it still uses every prompt exactly once."""
     store = fresh_store()
 
     async def stopped() -> None:
@@ -295,8 +298,8 @@ def test_deaths_and_corruption_lose_or_repeat_no_trajectory(
     engine_deaths: list[tuple[float, int]],
     damage: dict[tuple[int, int], Damage],
 ) -> None:
-    """Engines die, batch files are corrupted, and the whole process is stopped and resumes from its log, at any
-    time.
+    """At random times, engines die, batch files are corrupted, and the whole process is stopped and resumed from its
+    log.
     """
     store = fresh_store()
 
@@ -333,8 +336,9 @@ def test_deaths_and_corruption_lose_or_repeat_no_trajectory(
 @settings(max_examples=examples(160), deadline=None)
 @given(stops=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), extra=st.integers(0, 2))
 def test_killed_run_at_alpha_zero_trains_the_same_weights(stops: list[float], extra: int) -> None:
-    """The trajectories must be equal. Entries may differ in their claims. A group that was preempted shortly before a
-    kill may continue after it as the same attempt, with the same draws."""
+    """The trajectories must be equal, except for their times and the number of the attempt: a group that was preempted
+    shortly before a kill may continue after the kill as the same attempt, with the same random draws.
+    """
 
     def run(stops: list[float]) -> list[dict[str, Any]]:
         store, choices = fresh_store(), {"redundant_groups": extra, "on_stale": "drop"}
@@ -389,7 +393,7 @@ def test_run_without_engines_fails_with_the_reason() -> None:
 
 @pytest.mark.parametrize(("attempts", "fails"), [(3, False), (2, True)])
 def test_failed_request_is_resent_and_its_group_kept(attempts: int, fails: bool) -> None:
-    """For 2.5 s there is no engine and each request waits for one second, so it fails twice."""
+    """For 2.5 s there is no engine. Each request waits for an engine for one second, so it fails twice."""
 
     class Noting(TimedEngine):
         given: tuple[str, ...] = ()
@@ -435,7 +439,7 @@ def test_failed_request_is_resent_and_its_group_kept(attempts: int, fails: bool)
 
 
 def test_group_older_than_alpha_is_not_committed() -> None:
-    """The checks of a batch hold even if admission and buffer were wrong, both in a simulation and in the log."""
+    """Both checks of a batch, of which one is made in simulations and one by the log, reject the group."""
     pipeline = Pipeline(fresh_store(), async_ratio=0.0)
     run_virtual(pipeline.run())
     first, entry = next(trained(pipeline.store))[1].groups()[0], pipeline.state.n
@@ -446,7 +450,7 @@ def test_group_older_than_alpha_is_not_committed() -> None:
     writer = Log(pipeline.store).claim("scheduler")
     with pytest.raises(GroupTooOld, match="started under version 0; batch 6 allows version 6"):
         TrajectoryStore(writer.log).commit(writer, batch)
-    assert pipeline.state.n == entry + 1  # the claim
+    assert pipeline.state.n == entry + 1  # the only new entry is the claim
 
 
 def test_virtual_clock_reports_a_deadlock() -> None:
@@ -458,7 +462,9 @@ def test_virtual_clock_reports_a_deadlock() -> None:
 
 
 def test_responses_older_than_alpha_are_started_again() -> None:
-    """With a learner faster than the slowest responses, slow groups become stale, are counted, and are issued again."""
+    """The learner is faster than the slowest responses, so slow groups become stale. They must be counted and issued
+    again.
+    """
     dropping = {"on_stale": "drop"}
     pipeline = Pipeline(fresh_store(), versions=12, async_ratio=1.0, train_seconds=0.01, slots=32, choices=dropping)
     report = run_and_audit(pipeline)
@@ -470,7 +476,9 @@ def test_responses_older_than_alpha_are_started_again() -> None:
 
 
 def test_replaced_scheduler_stops_at_its_next_read_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler's batch is still being formed, so the scheduler makes no commit that could be refused."""
+    """The batch of the old scheduler is still being formed, so no refused commit tells the old scheduler that it was
+    replaced.
+    """
     monkeypatch.setattr(actor, "NEWS_SECONDS", 0.0)
     describe(open_store(str(tmp_path)))
     context, looks, follow = RunContext(str(tmp_path), tmp_path / "cache"), list[int](), Log.follow
@@ -500,7 +508,7 @@ def test_replaced_scheduler_stops_at_its_next_read_of_the_log(tmp_path: Path, mo
 
 
 class SlowlyScored(Pipeline):
-    """A run whose scorer is slower than its engine; it counts the responses that wait for a score."""
+    """A run whose scorer is slower than its engine. The run counts the responses that wait for a score."""
 
     waiting = most_waiting = 0
 

@@ -1,4 +1,6 @@
-"""The scheduler tells the environment which prompts start next, and commits the same run as without this."""
+"""Tests that the scheduler tells the environment which prompts start next (for resets ahead), and that this does not
+change the committed batches.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Watching(ResettingEnvironment):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.planned: set[str] = set()  # prompts with a reset
+        self.planned: set[str] = set()  # prompts for which the environment would be reset
         self.played: list[tuple[str, bool]] = []  # each prompt that began, and whether it was planned
         self.late: list[str] = []  # planned prompts that had begun before
 
@@ -84,8 +86,8 @@ def test_resets_ahead_change_no_committed_batch(
     assert not any(planned for _, planned in idle.played)
 
 
-def test_most_prompts_are_planned_before_they_start() -> None:
-    """Only the prompts that start as soon as the first version is there cannot be planned."""
+def test_environment_is_told_most_prompts_before_they_start() -> None:
+    """Only prompts that start at once when the first version exists cannot be planned."""
     for alpha in (0.0, 1.0):
         _, watching = committed(8, slots=4, async_ratio=alpha)
         unplanned = [name for name, planned in watching.played if not planned]

@@ -1,4 +1,6 @@
-"""Single steps of a scheduler whose loops do not run: how each step changes its state and wakes the waiting loops."""
+"""Tests single steps of a scheduler whose loops do not run: how each step changes the scheduler's state and wakes
+waiting loops.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ LIMITS = RolloutLimits(0, 5, 1, 1, 1.0, 8, 1, 8, 1.0)
 async def scheduler_of(
     limits: RolloutLimits = LIMITS, resume: ResumePoint | None = None, version: int = -1
 ) -> RolloutScheduler:
-    """Create a scheduler without running groups and without engines, at this version."""
+    """Create a scheduler at policy version `version`, without running groups and without engines."""
 
     async def score(request: ScoreRequest) -> Score:
         return Score(1.0, "")
@@ -63,7 +65,9 @@ class Nowhere:
 
 
 def started(scheduler: RolloutScheduler, version: int | None = None) -> GroupRollout:
-    """Start one more group that never ends; with a version, its first request has started under it."""
+    """Start one more group of responses, which never ends. If `version` is given, the group's first request has started
+    under this version.
+    """
     scheduler._start(scheduler.number, cast(asyncio.TaskGroup, Nowhere()))
     rollout = list(scheduler._running.values())[-1]
     if version is not None:
@@ -101,7 +105,7 @@ def test_joining_engine_wakes_the_scheduler() -> None:
         assert scheduler._ready.is_set()
         assert scheduler._published == 2
         scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
-        # Prompt 7, preempted under version 2, waits for a newer one.
+        # Prompt 7 was preempted under version 2, and waits for a newer version.
         assert scheduler._order.next_issue(0).key.prompt == 0
         scheduler._proxy.version = 3
         scheduler._proxy.on_change()
@@ -147,7 +151,7 @@ def test_scheduler_starts_at_its_resume_point() -> None:
 
 
 def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int = 0, *, awaited: bool = True) -> None:
-    """End a group of one response with this reward; it counts as the one issued last."""
+    """End a group of one response with this reward; the group counts as the group that was issued last."""
     one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), reward, "", StopReason.STOP)
     rollout = scheduler._create_rollout(Issue(GroupKey(prompt, 0), 1, awaited=awaited))
     scheduler._add_scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
@@ -176,7 +180,7 @@ def test_group_too_old_for_the_next_batch_is_dropped() -> None:
         scored(scheduler, 0, 1.0, started=1)
         assert len(scheduler.buffer) == scheduler.counts.trajectories == 0
         assert [one.reason for one in scheduler._discards] == [DiscardReason.STALE]
-        scored(scheduler, 1, 1.0, started=2)  # batch 3 allows it
+        scored(scheduler, 1, 1.0, started=2)  # not too stale for batch 3
         assert len(scheduler.buffer) == scheduler.counts.trajectories == 1
 
     inside(main)
@@ -225,7 +229,7 @@ def test_scheduler_ends_after_its_last_batch() -> None:
     inside(main)
 
 
-@pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four
+@pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four slots
 def test_simulator_reads_the_state_of_the_scheduler(slots: int | None, most: float) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=2, slots=slots), ResumePoint(number=1), version=1)
@@ -259,7 +263,7 @@ def test_ended_response_frees_its_slot_for_a_waiting_one() -> None:
     ("published", "full", "holds"), [(1, True, True), (2, True, True), (0, True, False), (1, False, False)]
 )
 def test_waiting_time_of_a_ready_learner_is_measured(published: int, full: bool, holds: bool) -> None:
-    """Batch 1 waits for a group that batch 2 could not take."""
+    """Batch 1 waits for a running group that would be too old for batch 2."""
 
     async def main() -> None:
         scheduler = await scheduler_of(resume=ResumePoint(number=1))
@@ -288,7 +292,7 @@ def test_batch_formed_early_interrupts_no_running_group(published: int, formed: 
 
 @pytest.mark.parametrize(("order", "first"), [("started", 8), ("finished", 9)])
 def test_batch_order_decides_the_first_group(order: Any, first: int) -> None:
-    """The first that was issued, or the oldest version."""
+    """With "started", the group that was issued first comes first; with "finished", the group of the oldest version."""
 
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, batch_order=order), ResumePoint(number=1))
@@ -316,7 +320,9 @@ def test_awaited_group_goes_first_among_equally_old_groups() -> None:
 
 
 def test_batch_does_not_wait_for_a_preempted_group() -> None:
-    """A preempted group is not waited for, neither in the order of issue nor after its next start."""
+    """The batch does not wait for a preempted group: neither because the group was issued earlier, nor after the group
+    starts again.
+    """
 
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, batch_order="started"), ResumePoint(number=1))
@@ -339,8 +345,10 @@ def test_batch_does_not_wait_for_a_preempted_group() -> None:
 
 
 @pytest.mark.parametrize(("version", "batches", "given_up"), [(1, 4, True), (2, 4, False), (1, 3, False)])
-def test_group_that_started_too_late_is_preempted(version: int, batches: int, given_up: bool) -> None:
-    """Batch 3 takes groups of version 2. After the last batch, running groups are left alone."""
+def test_group_that_starts_under_an_old_version_is_preempted(version: int, batches: int, given_up: bool) -> None:
+    """Batch 3 takes only groups that started under version 2 or later. After the last batch, running groups are not
+    preempted.
+    """
 
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, batches=batches), ResumePoint(number=3))

@@ -1,8 +1,10 @@
-"""Ten thousand random schedules, a twentieth of them in `make test`: whatever is chosen and whatever happens, no prompt
-is lost or doubled, alpha holds, no engine gets more requests than slots, and batches keep coming.
-`tests/support/ledger.py` checks each of them by the plain model of the log.
+"""Tests ten thousand random schedules, or a twentieth of them in `make test`. Whatever options are drawn and whatever
+happens, no prompt is lost or trained on twice, no trajectory is older than alpha, no engine gets more requests than it
+has slots, and batches continue to be formed. The module `tests/support/ledger.py` checks each schedule with a simple
+model of the log.
 
-The schedules of `test_scheduler` also go through batch files and the audit; the ones here are many.
+The schedules of `test_scheduler` also write batch files and are audited; the schedules of this module are faster, and
+many more.
 """
 
 from __future__ import annotations
@@ -24,26 +26,28 @@ from tests.support.schedules import FILTERS, Case, Stop, Trouble, ran
 MANY = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # to explain a failure takes minutes
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # without Phase.explain, which takes minutes
 )
 
 TENTHS = st.sampled_from([0.0, 0.1, 0.3, 1.0])
 
 
 def at(longest: int) -> st.SearchStrategy[float]:
-    """Draw a moment: most are whole tenths of a second, at which many other events happen; some lie between."""
+    """Draw a time of an event in steps of 0.05 seconds: many other events happen at whole tenths of a second, and few
+    between them.
+    """
     return st.integers(0, 20 * longest).map(lambda twentieths: twentieths / 20)
 
 
 def cases(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
-    """Draw a workload whose choices fit together."""
+    """Draw a workload whose options are compatible with each other."""
     return st.builds(Case, **COMMON | more).map(possible)
 
 
 def possible(case: Case) -> Case:
-    """Change what the config would refuse, or what would filter everything, into the nearest valid case."""
+    """Return the nearest valid case, without options that the config rejects or that filter out all groups."""
     changes: dict[str, Any] = {}
-    if case.redundant_groups:  # they are left behind
+    if case.redundant_groups:  # redundant groups are discarded while they run
         changes |= {"on_stale": "drop", "batch_order": "finished"}
     if case.filter == "spread" and case.group_size == 1:
         changes["filter"] = "above 0"
@@ -97,9 +101,9 @@ TROUBLE = {
         st.builds(Trouble, at(6), st.integers(0, 2), st.sampled_from(["kill", "replace"]), TENTHS), max_size=4
     ).map(tuple),
     "patience": st.sampled_from([1e6, 0.1, 0.35]),
-    "attempts": st.just(10**6),  # few attempts would end the run, as they should
+    "attempts": st.just(10**6),  # with fewer attempts, a run could rightly fail
 }
-ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
+ALIKE = {  # options that discard no running group at alpha = 0
     **{
         name: CHOICES[name]
         for name in ("on_stale", "batch_order", "staleness_from", "filter", "shares", "questions", "solved_every")
@@ -135,8 +139,8 @@ STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3
 @pytest.mark.many
 @settings(MANY, max_examples=examples(3000))
 @given(cases(**CHOICES, **TIMES))
-@example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # half a batch ahead, again and again
-@example(Case(redundant_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
+@example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # generation is always half a batch ahead
+@example(Case(redundant_groups=2, train_seconds=(40.0,)))  # extra groups start when their batch is formed
 def test_random_schedule_passes_the_audit(case: Case) -> None:
     ran(case)
 
@@ -153,7 +157,7 @@ def test_random_schedule_with_engine_deaths_passes_the_audit(case: Case) -> None
 @given(cases(**CHOICES, **TIMES, **STOPS))
 @example(
     Case(async_ratio=2.0, max_batches_ahead=0.0, redundant_groups=2, slots=5, stops=(Stop(2.0, 1),))
-)  # 0 is lost, 1 is not
+)  # batch 0 is lost, batch 1 is not
 def test_random_schedule_with_restarts_passes_the_audit(case: Case) -> None:
     ran(case)
 
@@ -170,7 +174,9 @@ def test_random_schedule_with_all_faults_passes_the_audit(case: Case) -> None:
 @given(cases(**WAITING, **TIMES))
 @example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, on_stale="wait"))
 def test_on_stale_wait_drops_no_group_of_responses(case: Case) -> None:
-    """With `on_stale = "wait"`, the run waits for a group that is at the bound of staleness, and does not drop it."""
+    """With `on_stale = "wait"`, the run waits for a group that has reached the largest staleness, and does not drop the
+    group.
+    """
     assert not ran(case).discards.keys() - {DiscardReason.FILTERED}
 
 
@@ -184,13 +190,14 @@ def test_training_at_alpha_zero_ignores_timing_and_faults(case: Case, other: Cas
 
 
 def said(ledger: Ledger) -> list[list[tuple[int, list[tuple[int, ...]]]]]:
-    """List the prompts and responses that each version was trained on. A lost batch is another attempt, with the same
-    draws."""
+    """List the prompts and responses on which each version was trained, without the number of the attempt. After the
+    loss of a batch, prompts are issued as another attempt, with the same random draws.
+    """
     return [[(key.prompt, answers) for key, answers in groups] for groups in ledger.trained]
 
 
 def test_random_schedules_cover_every_rollout_option() -> None:
-    """A config key that no schedule draws could hide a deadlock: one did."""
+    """A config key whose values are not drawn could hide a deadlock."""
     drawn = set(COMMON) | set(CHOICES) | set(TROUBLE) | set(TIMES)
     drawn |= {"durable_turns", "max_snapshot_bytes"}  # test_turn_journal.py and test_snapshots.py draw them
     named = {"patience_seconds": "patience", "attempts": "attempts", "admit_by": "kv_tokens"}
@@ -199,7 +206,9 @@ def test_random_schedules_cover_every_rollout_option() -> None:
 
 @pytest.mark.parametrize("seconds", [4.0, 400.0])
 def test_half_batch_left_over_waits_for_the_next_version(seconds: float) -> None:
-    """At alpha = 0.5 half a batch is left over each time: it waits for the next version, as nothing else would."""
+    """At alpha = 0.5, half a batch is generated ahead at each version. This half must wait for the next version, and
+    must not be discarded.
+    """
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
     assert ledger.issued == [16]
     assert ledger.discards[DiscardReason.STALE] <= 3 * 2
@@ -208,7 +217,7 @@ def test_half_batch_left_over_waits_for_the_next_version(seconds: float) -> None
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
 def test_very_large_alpha_does_not_slow_the_scheduler(on_stale: Literal["wait", "drop"]) -> None:
     case = Case(async_ratio=20.0, groups=3, group_size=2, slots=4, on_stale=on_stale, batches=8)
-    assert said(ran(replace(case, async_ratio=1e9))) == said(ran(case))  # or it is not over today
+    assert said(ran(replace(case, async_ratio=1e9))) == said(ran(case))  # with a slow scheduler, the test would not end
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])

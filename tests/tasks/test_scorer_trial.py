@@ -1,4 +1,4 @@
-"""A user-defined scorer that fails on every right answer is refused before the run."""
+"""Tests the trial of user-defined scorers before a run: a scorer that fails on every right answer is refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_scorer_that_scores_right_answers_is_accepted(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.slow
-def test_scorer_that_cannot_judge_now_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_a_scorer_that_cannot_judge_now(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path, '[reward]\nkind = "import"\npath = "graders:absent"\n') == 0
     assert "were not judged (verifier failed: Unjudged: no judge today)" in capfd.readouterr().out
 

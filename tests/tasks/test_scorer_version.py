@@ -1,4 +1,6 @@
-"""The version of a scorer: what changes it, which scores carry it, and how a run records and reports it."""
+"""Tests the version of a scorer (a hash): what changes it, which scores contain it, and how a run records and reports a
+change.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_every_scorer_kind_lists_its_source_files() -> None:
 
 @pytest.mark.parametrize("kind", version.SOURCES)
 def test_listed_source_files_of_a_scorer_kind_are_complete(kind: str) -> None:
-    """A file that a listed file imports decides scores, too; config sections are part of the version as keys."""
+    """A file that a listed file imports affects scores, too, so it must be listed. Config files are not listed, because
+    the version contains the config keys.
+    """
     listed, above = {*version.SOURCES[kind], *version.EVERY}, "rollflow.tasks.scorers."
     for file in version.SOURCES[kind]:
         for name in names((FOLDER / file).read_text()):
@@ -100,7 +104,9 @@ def test_scorer_version_changes_with_keys_that_affect_scores(keys: dict[str, Any
 
 
 def test_scorer_version_does_not_depend_on_its_section_name() -> None:
-    """A worker does not know its section, but the reward actor records the same version."""
+    """A worker process does not know the name of its config section, but must report the same version as the reward
+    actor.
+    """
     config = reward(kind="composite", parts={"a": {"scorer": {"kind": "maths"}}})
     assert compute_version(config, "rewards.far") == compute_version(config)
 
@@ -153,7 +159,7 @@ def test_scorer_version_changes_with_user_code(is_part: bool, tmp_path: Path, mo
 
 
 async def test_each_score_records_the_scorer_version_of_its_worker() -> None:
-    """Also a score that the pool gives in place of a worker that missed its deadline; a verifier cannot set it."""
+    """A score that the pool gives after a missed deadline has the version, too. A verifier cannot set a version."""
     pool = RewardPool(ExactReward(deadline_seconds=1.0), Path())
     pool._command = [sys.executable, "-c", WORKER]
     await pool.start()
@@ -183,7 +189,7 @@ def test_score_keeps_its_scorer_version_between_processes() -> None:
 
 
 class Away(Scorer):
-    """A scorer that is no pool of workers; it gives the futures that a test has prepared."""
+    """A scorer without worker processes, which returns the futures that a test has prepared."""
 
     def __init__(self, futures: list[asyncio.Future[Score]]) -> None:
         self.usage, self.futures = ScorerUsage(), futures
@@ -193,7 +199,7 @@ class Away(Scorer):
 
 
 async def test_score_without_workers_has_its_scorer_version() -> None:
-    """Scores, errors and cancellations pass through."""
+    """Scores get the version. Errors and cancellations are passed on unchanged."""
     futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in range(3)]
     scored, failed, dropped = VersionedScorer(Away(futures), "0123456789ab").submit([])
     futures[0].set_result(Score(0.5, "so"))
@@ -237,7 +243,7 @@ def test_change_of_a_scorer_is_explained(now: ScorerRecord, words: str, memory: 
     assert sentence.endswith(words)
 
 
-def test_same_or_first_scorer_is_no_change(memory: MemoryStore) -> None:
+def test_first_or_unchanged_scorer_is_not_reported(memory: MemoryStore) -> None:
     first = record(kind="maths")
     assert find_change(read_scorers(memory), first) == ""
     store_scorer(memory, first)
@@ -245,8 +251,8 @@ def test_same_or_first_scorer_is_no_change(memory: MemoryStore) -> None:
     assert find_change(read_scorers(memory), ScorerRecord("rewards.other", "0" * 12, {})) == ""
 
 
-def test_scorer_is_compared_with_the_one_used_last(memory: MemoryStore) -> None:
-    """A run that returned to its first scorer is told so."""
+def test_scorer_is_compared_with_the_last_used_scorer(memory: MemoryStore) -> None:
+    """A return to the first scorer is reported as a change, too."""
     first, second = record(kind="maths"), record(kind="maths", decimals=3)
     store_scorer(memory, first)
     store_scorer(memory, second)
@@ -269,7 +275,9 @@ def test_code_scorer_has_a_version_without_a_sandbox() -> None:
 def test_resumed_run_reports_a_changed_scorer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reward actor logs the change and records the new version; a run of an earlier release has no record yet."""
+    """The reward actor logs the change and records the new version. No change is logged for the recorded run, which has
+    no record of its scorer.
+    """
     context = attach_run(str(unpack("whole", tmp_path)))
     assert record_scorers(context) == []
     RewardActor(context)._build_scorer()

@@ -1,4 +1,6 @@
-"""Second verdicts of a run find scorers that are not deterministic, change no score and delay no first verdict."""
+"""Tests second verdicts (a run scores some responses twice): they find scorers that are not deterministic, change no
+score, and delay no first verdict.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,11 @@ from rollflow.tasks.scorers.worker import REWARD
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
-Judge = Callable[[int, ScoreRequest], Score]  # number of the earlier verdicts on the response, request -> verdict
+Judge = Callable[[int, ScoreRequest], Score]  # (number of earlier verdicts on the response, request) -> verdict
 
 
 class FakeScorer(Scorer):
-    """A scorer that judges at once, or when `gate` opens."""
+    """A scorer that judges at once or, if `gate` is closed, when `gate` opens."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge, self.asked, self.usage = judge, list[ScoreRequest](), ScorerUsage()
@@ -83,7 +85,9 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 
 
 async def judge_twice(judge: Judge, count: int = 10) -> tuple[list[Score], SecondVerdictCounts, FakeScorer]:
-    """Score responses with a share of 1; return the first scores, the counts, and the inner scorer."""
+    """Score responses, all of them twice; return the first scores, the counts of second verdicts, and the wrapped
+    scorer.
+    """
     inner, counts = FakeScorer(judge), SecondVerdictCounts()
     scorer = SecondVerdictScorer(inner, 1.0, counts)
     await scorer.start()
@@ -94,7 +98,7 @@ async def judge_twice(judge: Judge, count: int = 10) -> tuple[list[Score], Secon
     return scores, counts, inner
 
 
-async def test_deterministic_scorer_has_no_flip() -> None:
+async def test_deterministic_scorer_gives_no_differing_verdicts() -> None:
     scores, counts, _ = await judge_twice(lambda _, request: Score(float(request.tokens[0] % 2), version="a"))
     assert [score.value for score in scores] == [0.0, 1.0] * 5
     assert counts == SecondVerdictCounts("a", 10, 0)
@@ -104,7 +108,7 @@ def of_tokens(*values: float) -> Score:
     return Score(1.0, token_values=Float32s.of(values))
 
 
-async def test_random_scorer_is_found_and_its_first_scores_stay() -> None:
+async def test_random_scorer_is_detected_and_keeps_its_first_scores() -> None:
     scores, counts, inner = await judge_twice(lambda before, _: Score(float(not before)))
     assert [score.value for score in scores] == [1.0] * 10
     assert counts == SecondVerdictCounts("", 10, 10)
@@ -131,14 +135,14 @@ def test_verdicts_differ_if_outcome_or_value_changed(first: Score, second: Score
     assert is_flip(second, first) is flips
 
 
-async def test_unjudged_response_is_no_flip() -> None:
+async def test_unjudged_second_verdict_is_not_counted() -> None:
     def judge(before: int, _: ScoreRequest) -> Score:
         return Score(0.0, outcome=Outcome.UNJUDGED) if before else Score(1.0)
 
     assert (await judge_twice(judge))[1] == SecondVerdictCounts()
 
 
-async def test_another_version_of_the_scorer_is_no_flip() -> None:
+async def test_second_verdict_of_another_version_is_not_counted() -> None:
     _, counts, _ = await judge_twice(lambda before, _: Score(float(before), version=str(before)))
     assert counts == SecondVerdictCounts()
     counts = SecondVerdictCounts("old", 30, 3)
@@ -174,7 +178,7 @@ TESTS = CompositeReward(parts={"deadline": CompositePart(), "tests": CompositePa
     [(ADAPTIVE, "deadline"), (CodeReward(), None), (TESTS, "tests.deadline"), (ExactReward(), None)],
 )
 def test_adaptive_deadline_is_found_in_a_composite_scorer(config: RewardConfig, name: str | None) -> None:
-    """A part of this name says nothing about deadlines if the scorer has no adaptive ones."""
+    """The part "deadline" of a score marks an adaptive deadline only if the scorer has adaptive deadlines."""
     config = config.model_copy(update={"second_verdict_share": 0.5})
     scorer: Any = build_scorers({"": config}, Path(), counts={"": SecondVerdictCounts()})
     assert scorer._deadline_part == name
@@ -199,7 +203,7 @@ async def test_configured_share_of_responses_is_judged_again(monkeypatch: pytest
 
 @pytest.mark.parametrize("patience", [1000.0, 0.01])
 async def test_second_verdict_waits_for_first_verdicts(monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
-    """While first verdicts are missing, a second verdict waits, but not longer than its patience."""
+    """A second verdict waits while first verdicts are missing, but not longer than `PATIENCE_SECONDS`."""
     monkeypatch.setattr(second_verdicts, "PATIENCE_SECONDS", patience)
     inner = FakeScorer(lambda *_: Score(1.0))
     scorer = SecondVerdictScorer(inner, 1.0, SecondVerdictCounts())
@@ -293,7 +297,7 @@ class FakeWorkers(RewardActor):
 
 
 @pytest.mark.long
-async def test_reward_actor_reports_and_stores_flips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_actor_stores_differing_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward, "SAVE_SECONDS", 0.01)
     store = open_store(str(tmp_path / "run"))
     config = RunConfig(prompts=(ReasoningGymPrompts(),), reward=ExactReward(second_verdict_share=1.0))
@@ -303,7 +307,7 @@ async def test_reward_actor_reports_and_stores_flips(tmp_path: Path, monkeypatch
     context = RunContext(str(tmp_path / "run"), tmp_path / "cache")
     actor = FakeWorkers(context)
     serving = asyncio.create_task(actor.run())
-    assert (await actor.status()).idle == 1.0  # nothing was scored so far
+    assert (await actor.status()).idle == 1.0  # the actor has not scored any response yet
     verdicts = await actor.score([(Int32s.of([1]).data, {"answer": "1"}, "", (), (), True)])
     found = dict(verdicts.scores)
     while verdicts.ticket is not None:

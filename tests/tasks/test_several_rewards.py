@@ -1,4 +1,4 @@
-"""Several scorers in one run: each prompt names its scorer, and no scorer waits for another one."""
+"""Tests several scorers in one run: each prompt names its scorer, and no scorer waits for another scorer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RECIPE: dict[str, Any] = {
 
 
 def pool(name: str, deadline: float) -> RewardPool:
-    """Make a pool whose worker gives its own name as the reason of each score."""
+    """Create a pool whose worker process writes the pool's name as the reason of each score."""
     made = RewardPool(ExactReward(deadline_seconds=deadline), Path())
     made._command = [sys.executable, "-c", WORKER, name]
     return made
@@ -82,7 +82,7 @@ async def test_each_request_gets_the_score_of_its_scorer() -> None:
 
 @pytest.mark.parametrize("fault", ["hangs", "dies"])
 async def test_faulty_scorer_does_not_delay_other_scorers(fault: str) -> None:
-    """The faulty scorer has one worker and a deadline that no test waits for; the other scorer's scores arrive."""
+    """The scores of the other scorer arrive although the only worker of the faulty scorer hangs or dies."""
     scorer = RoutedScorer({"": pool("default", HANG_SECONDS), "odd": pool("odd", 1.0 if fault == "hangs" else 600.0)})
     await scorer.start()
     try:
@@ -205,7 +205,7 @@ def test_each_scorer_has_its_own_number_of_retries() -> None:
 
 
 class TwoJudges(Pipeline):
-    """A pipeline in which the scorer `lost` judges nothing, and every other prompt names it."""
+    """A pipeline in which every second prompt names the scorer `lost`, which judges no response."""
 
     def _prompt(self, index: int) -> Prompt:
         return replace(super()._prompt(index), scorer="lost" if index % 2 else "")
@@ -215,7 +215,9 @@ class TwoJudges(Pipeline):
 
 
 def test_run_fails_if_one_scorer_judges_no_response() -> None:
-    """Groups of the other scorer are judged meanwhile, and do not reset the count."""
+    """Groups of the other scorer are judged meanwhile. They must not reset the count of unjudged prompts of the scorer
+    `lost`.
+    """
     limits = {"": JudgingLimits(2, 20), "lost": JudgingLimits(1, 4)}
     pipeline = TwoJudges(MemoryStore("two"), versions=50, choices={"judging": limits})
     with pytest.raises(ExceptionGroup) as failed:
@@ -242,7 +244,9 @@ def test_key_correct_from_decides_which_responses_are_correct(score: Score, outc
 
 
 def evaluate(shares: dict[str, float], *, by_value: bool = False) -> Evaluation:
-    """Evaluate one right prompt of domain "a" and three of domain "b", of which the last is right."""
+    """Evaluate one prompt of domain "a", whose responses are right, and three prompts of domain "b". Only the responses
+    to the last one are right.
+    """
 
     async def score(request: ScoreRequest) -> Score:
         right = request.reference["right"]
@@ -263,7 +267,7 @@ def evaluate(shares: dict[str, float], *, by_value: bool = False) -> Evaluation:
     return run_virtual(main())
 
 
-def test_accuracy_is_the_mean_by_share_over_domains() -> None:
+def test_accuracy_is_the_share_weighted_mean_over_domains() -> None:
     found = evaluate({"a": 0.25, "b": 0.75})
     assert found.domains == {"a": DomainResult(1.0, 2.0, 2), "b": DomainResult(1 / 3, 4 / 3, 6)}
     assert found.accuracy == pytest.approx(0.25 * 1.0 + 0.75 / 3)

@@ -1,4 +1,6 @@
-"""DeepSpeed's ranks compared with one torch rank: the same steps, and interchangeable state."""
+"""Tests DeepSpeed's ranks against one torch rank: their steps are the same, and their stored states are
+interchangeable.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "PPO with a critic": {
         "minibatches": 2,
         "objective": PartsObjective(kind="ppo"),
-        "critic": CriticConfig(learning_rate=1e-4),  # at a higher rate AdamW enlarges rounding differences
+        "critic": CriticConfig(learning_rate=1e-4),  # at a higher rate, AdamW would enlarge rounding errors
     },
     "a penalty to a reference": {
         "objective": PartsObjective(penalties=Penalties(kl_to="reference", kl_weight=0.1, kl_target=0.01)),
@@ -67,30 +69,30 @@ def sharded(folder: Path, zero: int, dtype: str = "float32", seconds: float = 60
 
 @cache
 def alone(folder: Path, kind: str, batches: Batches = batch) -> tuple[Any, list[Mapping[str, float]]]:
-    """Train one torch rank for ten steps; return it with each step's metrics."""
+    """Train one torch rank for ten steps; return the learner and the metrics of each step."""
     made = begun(folder, TorchTrain(learning_rate=1e-4, **KINDS[kind]))
     return made, [made.step(batches(version), version) for version in range(10)]
 
 
 def farthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return the largest difference between two elements."""
+    """Return the largest absolute difference between elements of tensors with the same name."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def masters(made: Any) -> Mapping[str, Tensor]:
-    """Return the weights that the optimizer changes."""
+    """Return the float32 master weights, which the optimizer changes."""
     return {name.removeprefix("master/"): t for name, t in tensors(made).items() if name.startswith("master/")}
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return the length of the difference."""
+    """Return the Euclidean distance between two sets of tensors."""
     assert one.keys() == other.keys()
     return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
 
 
 def rank_of(made: MultiRankLearner) -> int:
-    """Return the process of rank 1."""
+    """Return the process id of rank 1."""
     pid = made._others._started[1].process.pid
     assert pid is not None
     return pid
@@ -102,7 +104,9 @@ def tensors(made: Any) -> Mapping[str, Tensor]:
 
 
 def assert_gathered_file_by_file(made: MultiRankLearner) -> None:
-    """Check that names need no work of other ranks, and that each requested file is gathered from all ranks."""
+    """Check that listing the names of files needs no work of other ranks, and that a file is gathered from all ranks
+    when it is read.
+    """
     asked, ask = [], made._others.ask
     made._others.ask = lambda given: (asked.append(given.file), ask(given))  # type: ignore[method-assign,func-returns-value]
     files = {**dict.fromkeys(made.weights()), **dict.fromkeys(made.state())}
@@ -163,7 +167,7 @@ def test_deepspeed_learner_trains_like_torch(folder: Path, zero: int, offload: s
     assert made.first_nonfinite() is None
     weights, state = saved(made)
     made.load(weights, changed(state, lambda found: found[min(found)].view(-1)[-1].fill_(math.nan)))
-    assert str(made.first_nonfinite()).startswith("exp_avg/")  # on the other rank
+    assert str(made.first_nonfinite()).startswith("exp_avg/")  # the NaN is in the part of the other rank
     made._others.end()
 
 
@@ -190,7 +194,9 @@ def test_deepspeed_weights_are_gathered_during_the_next_step(
 
 
 def assert_gathered_beside_a_step(made: MultiRankLearner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gather files during the passes, and again before any change; check that the step gives the same result."""
+    """Gather files during the passes of the next step, before the step changes the weights. Check that the files are
+    those of the previous step, and that the step gives the same result.
+    """
     made.step(batch(0), 0)
     before, found = saved(made), list[object]()
     made.step(batch(1), 1)
@@ -223,7 +229,7 @@ def assert_gathered_beside_a_step(made: MultiRankLearner, monkeypatch: pytest.Mo
 def test_nonfinite_loss_changes_no_deepspeed_weight(
     folder: Path, zero: int, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
+    """Only the first rank computes a NaN. The other rank stops, too, and the next step is as if without the NaN."""
     made, quiet = sharded(folder, zero, offload=offload), begun(folder, TorchTrain(learning_rate=1e-4))
     for one in (made, quiet):
         one.step(batch(0), 0)
@@ -242,9 +248,11 @@ def test_nonfinite_loss_changes_no_deepspeed_weight(
 @pytest.mark.soak
 @pytest.mark.parametrize(("zero", "offload"), [*((zero, "none") for zero in (1, 2, 3)), (2, "optimizer"), (3, "all")])
 def test_bfloat16_deepspeed_policy_has_float32_master_weights(folder: Path, zero: int, offload: str) -> None:
-    """Results differ by the rounding of gradients to bfloat16: 1 to 3% of the change in ten steps, as on torch ranks.
+    """DeepSpeed and torch differ only by the rounding of gradients to bfloat16: by 1 to 3% of the change in ten steps,
+    as with several torch ranks.
 
-    The objective has no clip: a token that rounding moves across a clip's bound changes far more (36% on one CPU).
+    The objective has no clipping: a token that rounding moves across a clipping bound would change the result far more
+    (36% on one CPU).
     """
     kind = {**KINDS["GRPO, several passes"], "objective": PartsObjective(kind="rloo")}
     alone, again = (begun(folder, TorchTrain(learning_rate=1e-4, **kind), "bfloat16") for _ in range(2))
@@ -267,10 +275,12 @@ def test_bfloat16_deepspeed_policy_has_float32_master_weights(folder: Path, zero
 
 @pytest.mark.soak
 @pytest.mark.parametrize("zero", [2, 3])
-def test_killed_deepspeed_rank_is_named_and_its_state_continues(
+def test_training_continues_after_a_killed_deepspeed_rank(
     folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank is in the middle of a step at that moment. A new learner continues to the same bits."""
+    """The other rank is killed while the first rank is in the middle of a step. A new learner continues with
+    bit-identical results.
+    """
     made = sharded(folder, zero)
     made.step(batch(0), 0)
     stored = saved(made)
@@ -294,7 +304,7 @@ def test_killed_deepspeed_rank_is_named_and_its_state_continues(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_deepspeed_state_of_two_ranks_continues_on_any_number(folder: Path, zero: int) -> None:
+def test_deepspeed_state_continues_on_another_number_of_ranks(folder: Path, zero: int) -> None:
     given = KINDS["PPO with a critic"]
     made = sharded(folder, zero, **given)
     made.step(batch(0), 0)

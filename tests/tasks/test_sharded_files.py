@@ -1,4 +1,6 @@
-"""Gathered files: one is gathered at a time, newly for each request, and listing names gathers nothing."""
+"""Tests weight files that are gathered from all ranks: one file is gathered at a time and again for each request, and
+listing the names gathers nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def test_sharded_tensors_are_gathered_one_file_at_a_time() -> None:
 
     def gather(name: str) -> bytes:
         with pytest.raises(BrokenBarrierError):
-            together.wait(0.05)  # waits for a second gather
+            together.wait(0.05)  # a second call of `gather` at the same time would end this wait
         together.reset()
         made.append(name)
         return name.encode()

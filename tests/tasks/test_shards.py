@@ -1,4 +1,6 @@
-"""Shards are ordinary safetensors files: the same bytes for the same tensors, written without a copy."""
+"""Tests the files in which weights are stored: they are ordinary safetensors files, equal tensors give equal bytes, and
+they are written without a copy of the weights.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def joined(files):  # type: ignore[no-untyped-def]
 def test_stored_tensors_are_read_bit_for_bit(
     named: dict[str, tuple[str, list[int]]], shard_bytes: int, writable: bool
 ) -> None:
-    """For every type and shape, read by safetensors and by `from_files`; small tensors share a file."""
+    """Tensors of every type and shape are read by the package safetensors and by `from_files`. Small tensors share a
+    file.
+    """
     tensors = {
         name: torch.randint(0, 2, (*shape, 8), dtype=torch.uint8).view(NAMES[kind])
         if shape
@@ -109,7 +113,7 @@ def test_weight_files_are_read_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"abc", b"\xff" * 40, (5).to_bytes(8, "little") + b"[1,2]"])
-def test_file_that_is_not_safetensors_is_corrupt(damage: bytes) -> None:
+def test_file_that_is_not_safetensors_is_reported_as_corrupt(damage: bytes) -> None:
     with pytest.raises(Corrupt, match="w is not a safetensors file"):
         from_files({"w": damage})
 
@@ -141,12 +145,12 @@ def test_weights_in_several_files_are_read_by_transformers(uri: str, tmp_path: P
 
 
 class Held(bytearray):
-    """A file that allows weak references, so that a test sees if it is still in use."""
+    """The bytes of a file, with weak references, so that a test can find out whether they are still in use."""
 
 
 @pytest.mark.long
 def test_learner_frees_each_weight_file_before_the_next(tmp_path: Path) -> None:
-    """A learner that loads large files has one of them in memory at a time."""
+    """A learner that loads several large files has only one file in memory at a time."""
     folder = make_weights(make_policy(tmp_path), seed=1)
     config = TorchTrain(objective=PartsObjective(kind="ppo"), critic=CriticConfig())
     made = TorchLearner.create(config, LearnerStart(folder, trained=True, versions=9, shard_bytes=2**14))

@@ -1,4 +1,4 @@
-"""Simulated engines and a learner that share cores: step times worked by hand, and work that is conserved."""
+"""Tests simulated engines and a learner that share CPU cores: step times are compared with hand calculations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollflow.tasks.simulation.hardware import Hardware, LearnerHardware
 from rollflow.tasks.simulation.planner import TOLERANCE
 from rollflow.tasks.simulation.world import simulate
 
-SLICE = 0.02  # a train step of 64 slices is rounded by less than this share
+SLICE = 0.02  # largest relative error of a train step, which is simulated in 64 slices
 
 
 def recipe(alpha: float) -> RunConfig:
-    """Return a recipe of 16 responses per step."""
+    """Return a recipe with 16 responses per step."""
     own: dict[str, Any] = {"policy": PolicyConfig(path="x"), "evaluation": EvaluationConfig(every=0)}
     return RunConfig(groups=8, group_size=2, async_ratio=alpha, versions=30, **own)
 
@@ -41,8 +41,10 @@ def step(alpha: float, rollout: float, train: float, share: float) -> float:
 
 
 def test_step_on_shared_cores_matches_a_hand_example() -> None:
-    """Alone, a rollout takes 8 s and training 2 s. One after the other they take 10 s, and side by side 8 s on their
-    own cores. At half speed, training takes 4 s, in which the engine does 2 s of its work: 8 + 2 s."""
+    """Alone, a rollout takes 8 s and training 2 s. One after the other, they take 10 s; at the same time on separate
+    cores, 8 s. On shared cores at half speed, training takes 4 s, in which the engine does 2 s of its work. The step
+    takes 4 + 6 s.
+    """
     assert step(0, 8.0, 2.0, 1.0) == pytest.approx(10.0, rel=SLICE)
     assert step(2, 8.0, 2.0, 1.0) == pytest.approx(8.0, rel=SLICE)
     assert step(0, 8.0, 2.0, 0.5) == pytest.approx(10.0, rel=SLICE)
@@ -51,10 +53,10 @@ def test_step_on_shared_cores_matches_a_hand_example() -> None:
 
 @settings(max_examples=6, deadline=None)
 @given(st.floats(0.5, 20.0), st.floats(0.5, 20.0), st.floats(0.5, 1.0), st.sampled_from([1.0, 2.0]))
-def test_shared_speed_lies_between_own_cores_and_turns(
-    rollout: float, train: float, share: float, alpha: float
-) -> None:
-    """Sharing never beats own hardware. At half speed or more, it is never slower than taking turns."""
+def test_step_on_shared_cores_lies_between_two_bounds(rollout: float, train: float, share: float, alpha: float) -> None:
+    """Sharing cores is never faster than separate cores. At half speed or more, sharing is never slower than taking
+    turns.
+    """
     shared = step(alpha, rollout, train, share)
     assert shared >= step(alpha, rollout, train, 1.0) * (1 - SLICE)
     assert shared <= step(0, rollout, train, share) * (1 + SLICE)
@@ -62,7 +64,7 @@ def test_shared_speed_lies_between_own_cores_and_turns(
 
 @settings(max_examples=4, deadline=None)
 @given(st.floats(0.5, 20.0), st.floats(0.5, 20.0), st.floats(0.4, 1.0), st.floats(1.0, 4.0))
-def test_chosen_alpha_is_the_smallest_of_the_fast(rollout: float, train: float, share: float, spread: float) -> None:
+def test_smallest_of_the_fastest_alphas_is_chosen(rollout: float, train: float, share: float, spread: float) -> None:
     outcomes = compare_alphas(recipe(2.0), hardware(rollout, train, share), spread=spread)
     chosen, best = choose_alpha(outcomes), min(one.step_seconds for one in outcomes)
     assert [one.async_ratio for one in outcomes] == [0.0, 1.0, 2.0]
@@ -73,7 +75,7 @@ def test_chosen_alpha_is_the_smallest_of_the_fast(rollout: float, train: float, 
 
 
 def test_no_alpha_above_zero_is_chosen_on_fully_shared_cores() -> None:
-    """Training on twice the cores takes half as long at alpha 0, and at half speed asynchrony gains nothing."""
+    """At alpha 0, training uses twice the cores and takes half as long. At half speed, asynchrony gains nothing."""
     outcomes = compare_alphas(recipe(2.0), hardware(8.0, 4.0, 0.5), spread=2.0)
     assert choose_alpha(outcomes).async_ratio == 0
     own = compare_alphas(recipe(2.0), hardware(8.0, 4.0, 1.0), spread=1.0)

@@ -1,4 +1,6 @@
-"""The simulator against values worked by hand, against independent calculations, and against its own bounds."""
+"""Tests the simulator against hand calculations, against independent calculations, and against the simulator's own
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def recipe(**changes: Any) -> RunConfig:
 
 
 def hardware(**sections: dict[str, Any]) -> Hardware:
-    """Return hardware with two engines of 8 slots, lognormal lengths of 100 tokens, and 0.1 s per token."""
+    """Return hardware with two engines of 8 slots, lognormal response lengths with median 100, and 0.1 s per token."""
     parts: dict[str, dict[str, Any]] = {
         "engines": {"count": 2, "max_concurrent_requests": 8, "seconds_per_token": 0.1},
         "responses": {"median": 100.0, "sigma": 0.8, "cap": 1000, "correlation": 0.7},
@@ -99,8 +101,10 @@ def test_asynchronous_step_takes_as_long_as_its_slower_stage() -> None:
         assert max(figures.staleness) <= 1
 
 
-def test_slowdown_and_speed_match_a_hand_example() -> None:
-    """With four at a time at c = 0.5 each runs at 1 / 2.5, on an engine of twice the speed: 5 s x 2.5 / 2."""
+def test_engine_slowdown_and_speed_match_a_hand_example() -> None:
+    """With four requests at a time and slowdown 0.5, each request runs at speed 1 / 2.5, on an engine of twice the
+    speed. A response takes 5 s x 2.5 / 2.
+    """
     full = hardware(
         engines={"count": 1, "max_concurrent_requests": 4, "batch_slowdown": 0.5, "speeds": (2.0,)},
         responses=CONSTANT,
@@ -110,7 +114,7 @@ def test_slowdown_and_speed_match_a_hand_example() -> None:
     assert figures.step_seconds == pytest.approx(5.0 * 2.5 / 2 + 1.0, abs=1e-4)
 
 
-def test_simulated_figures_depend_only_on_the_seed() -> None:
+def test_simulated_results_depend_only_on_the_seed() -> None:
     busy = hardware(reward={"seconds": 1.0, "sigma": 0.5, "workers": 3}, engines={"speed_spread": 0.3})
     first, again = (simulate(recipe(async_ratio=0.0), busy).figures for _ in range(2))
     assert first == again
@@ -122,7 +126,8 @@ def test_long_simulations_approach_the_lower_bound_of_a_step() -> None:
     for alpha in (0.0, 1.0, 3.0):
         figures = simulate(recipe(async_ratio=alpha, versions=80, max_inflight_groups=64), hardware()).figures
         bounds = figures.bounds
-        assert figures.step_seconds >= bounds.conserving_split * 0.98  # the last steps draw other lengths than the mean
+        # the mean length of the last responses differs from the mean of the distribution
+        assert figures.step_seconds >= bounds.conserving_split * 0.98
         if alpha:
             assert figures.step_seconds <= bounds.asynchronous_split
     assert figures.step_seconds <= bounds.conserving_split * 1.08
@@ -134,7 +139,7 @@ def test_long_simulations_approach_the_lower_bound_of_a_step() -> None:
     [
         {
             "engines": {"count": 1, "max_concurrent_requests": 8, "batch_slowdown": 3.0}
-        },  # eight at a time are slower than one after another
+        },  # eight requests at a time are slower than one after another
         {"learner": {"measured": (90.0, 10.0, 30.0, 10.0)}},  # the first step took longest
         {
             "engines": {
@@ -248,7 +253,7 @@ def test_hardware_file_that_does_not_fit_the_recipe_is_refused() -> None:
 
 
 def by_hand(arrivals: list[float], works: list[float], slots: int, slowing: float, speed: float) -> list[float]:
-    """Compute when each request ends under processor sharing, from event to event over all requests."""
+    """Compute from event to event when each request ends, if the engine shares its speed among the running requests."""
     left, ends, now = dict(enumerate(works)), [0.0] * len(works), 0.0
     order = sorted(range(len(works)), key=lambda i: (arrivals[i], i))
     while left:
@@ -332,8 +337,10 @@ def test_weight_update_repeats_prefill_of_running_requests() -> None:
 
 
 def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
-    """Compute when each request ends on an engine that decodes one token of every running request at a time, if all are
-    requested at 0. A request that would exceed the cache preempts the last one, which returns once it fits."""
+    """Compute when each request ends on an engine that decodes one token of every running request at a time. All
+    requests arrive at time 0. If the KV cache is full, the last running request is preempted, and continues once it
+    fits again.
+    """
     said, ends, now = [0] * len(lengths), [0.0] * len(lengths), 0.0
     waiting, running = list(range(len(lengths))), list[int]()
     room = config.kv_tokens or 10**9
@@ -417,7 +424,7 @@ def test_full_kv_cache_preempts_the_last_request() -> None:
         one, other = (
             asyncio.create_task(engine.generate(GenerationRequest(f"{n}", ONE, 80, seed=n))) for n in range(2)
         )
-        await one  # 50 tokens each in 5 s fill the cache; this one goes on alone
+        await one  # after 5 s, 50 tokens each fill the cache; this request continues alone
         assert asyncio.get_running_loop().time() - began == pytest.approx(8.0, abs=1e-4)
         assert engine.usage.preempted == 1
         await engine.suspend("continue")
@@ -485,7 +492,9 @@ def test_response_lengths_have_the_configured_correlation() -> None:
 
 
 def recorded(version: int, active: float, draw: np.random.Generator) -> RecordedVersion:
-    """A version of 20 groups of 4, on an engine with prefill 0.2 and 0.05 s per token at n = 1, slowing 0.1."""
+    """Return a recorded version with 20 groups of 4 responses. The engine has 0.2 s of prefill, 0.05 s per token for
+    one request, and slowdown 0.1.
+    """
     shared = np.repeat(draw.normal(size=20), 4)
     z = np.sqrt(0.6) * shared + np.sqrt(0.4) * draw.normal(size=80)
     tokens = np.maximum(1, np.rint(50 * np.exp(0.5 * z)))
@@ -504,12 +513,12 @@ def test_fitted_hardware_matches_the_record() -> None:
     assert fit.update.seconds == 0.03
     assert fit.update.fetch_seconds == pytest.approx(0.1)
     assert set(fit.reward.measured) == {0.02}
-    assert fit.learner.measured[0] == pytest.approx(versions[0].seconds, abs=1e-5)  # no batch was waited for
+    assert fit.learner.measured[0] == pytest.approx(versions[0].seconds, abs=1e-5)  # no wait for a batch
     assert np.median(fit.responses.lengths) == pytest.approx(50, rel=0.1)
 
 
 class Noting(SimulatedRun):
-    """A simulated run that is recorded like a real one."""
+    """A simulated run that is recorded like a real run."""
 
     def __init__(self, config: RunConfig, machine: Hardware) -> None:
         timed = config.model_copy(
@@ -549,13 +558,15 @@ class Noting(SimulatedRun):
 
 
 def test_simulated_evaluation_occupies_an_engine() -> None:
-    """Two engines of 8 slots, 5 s a response: 16 held-out prompts are two rounds, 10 s of one engine, 5 s of a run."""
+    """With 5 s per response, 16 held-out prompts occupy one engine of 8 slots for 10 s. With two engines, the run takes
+    5 s longer.
+    """
     machine = hardware(responses=CONSTANT, learner={"seconds_per_version": 1.0})
     without, with_them = (
         simulate(recipe(versions=40, evaluation=EvaluationConfig(every=every, prompts=16)), machine).figures
         for every in (0, 10)
     )
-    assert (without.evaluations, with_them.evaluations) == (0, 3)  # evaluations of versions 10, 20 and 30
+    assert (without.evaluations, with_them.evaluations) == (0, 3)  # versions 10, 20 and 30 are evaluated
     assert with_them.tokens.evaluated == 3 * 16 * 50
     assert with_them.seconds - without.seconds == pytest.approx(3 * 5.0, abs=5.0)
     assert with_them.tokens.trained == without.tokens.trained == 40 * 32 * 50
@@ -579,7 +590,7 @@ def test_repeated_evaluations_are_not_counted_as_waste(in_flight: str) -> None:
     assert figures.deaths > 3
     assert figures.evaluations >= 10
     assert figures.tokens.evaluated >= 10 * 24 * 50
-    assert figures.tokens.unfinished <= 4 * 32 * 50  # of two batches ahead and what the engines run
+    assert figures.tokens.unfinished <= 4 * 32 * 50  # responses of two batches ahead and of the running requests
     wasted = sum(figures.tokens.wasted.values())
     assert figures.tokens.sampled == figures.tokens.trained + wasted + figures.tokens.unfinished
 
@@ -600,7 +611,9 @@ def test_separate_evaluation_engine_costs_training_nothing(changes: dict[str, An
 @pytest.mark.soak
 @pytest.mark.parametrize("slowing", [0.05, 0.5])
 def test_simulation_fitted_at_alpha_0_predicts_other_alphas(slowing: float) -> None:
-    """The fit must distinguish an engine that hardly slows under load from one that slows almost in proportion."""
+    """The fit must distinguish an engine that hardly slows down under load from an engine that slows down almost in
+    proportion to its load.
+    """
     machine = hardware(
         engines={
             "count": 1,
@@ -643,8 +656,8 @@ def test_fatal_error_ends_a_simulation_with_an_error_message() -> None:
         simulate(strict, agreed)
 
 
-def test_figures_with_preempted_groups_repeat_with_the_seed() -> None:
-    """Whatever the hashes of objects and strings are: nothing is preempted in the order of a set."""
+def test_results_with_preempted_groups_repeat_with_the_seed() -> None:
+    """Groups are not preempted in the order of a set, which would depend on the hashes of objects and strings."""
     tight = hardware(learner={"seconds_per_version": 4.0}, responses={"sigma": 1.2})
     first, again = (
         simulate(recipe(versions=12, max_inflight_groups=64, on_stale="drop"), tight).figures for _ in range(2)

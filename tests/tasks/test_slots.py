@@ -1,5 +1,6 @@
-"""Random tests of the slot queue: tickets are withdrawn, cancelled and failed at any time, even between a grant and the
-wake-up, while engines suspend, die and join. The queue for whole groups is tested in the same way, with wide tickets.
+"""Random tests of the queue for the slots of engines. A ticket is a request for slots. Tickets are withdrawn, cancelled
+and failed at any time, even between a grant and the wake-up of the waiting task, while engines suspend, die and join.
+The queue for whole groups is tested in the same way, with tickets for several slots.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TIMED = TimedEngineConfig(
 
 @dataclass(eq=False)
 class Holder:
-    """A task with a ticket: it waits, holds its slots until it is told to go, and frees them."""
+    """A task with a ticket. The task waits for slots, holds them until `go` is set, and frees them."""
 
     queue: SlotQueue
     ticket: Ticket
@@ -56,7 +57,9 @@ class Holder:
 
 
 class LanesMachine(RuleBasedStateMachine):
-    """Between two rules nothing is awaited, unless the rule is `settle`, so all half-done states can meet."""
+    """A machine whose rules change the queue at random. Nothing is awaited between two rules except by the rule
+    `settle`, so any unfinished changes can meet.
+    """
 
     def __init__(self, queue: SlotQueue | None = None) -> None:
         super().__init__()
@@ -84,7 +87,9 @@ class LanesMachine(RuleBasedStateMachine):
             self.cancelled.append(task)
 
     def join(self, place: int) -> None:
-        """Add an engine as the proxy does: it serves already, and the previous one in its place is out."""
+        """Add an engine as the proxy does: the engine serves at once, and replaces the previous engine with the same
+        number.
+        """
         lane = EngineSlots(TimedEngine(TIMED), SLOTS)
         lane.serves.set()
         self.all.append(lane)
@@ -129,7 +134,7 @@ class LanesMachine(RuleBasedStateMachine):
                 done[0].go.set()
                 while not self.done(waiting[0].ticket) and done[0].outcome == "holds":
                     await asyncio.sleep(0)
-                self.cancel(waiting[1])  # it may have been granted, and not know it yet
+                self.cancel(waiting[1])  # the ticket may have got its slots, which its task does not know yet
 
             self.loop.run_until_complete(both())
 
@@ -177,7 +182,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_those_of_who_holds_them(self) -> None:
-        """Check the slot counts once every task knows its grant."""
+        """Check that the number of taken slots of each engine is the sum over the tickets that hold them."""
         for lane in self.all:
             assert 0 <= lane.taken <= lane.slots
             granted = [h.ticket for h, task in self.holders if not task.done() and h.ticket.lane is lane]
@@ -193,7 +198,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_while_he_fits(self) -> None:
-        """Check that the first ticket in the queue, by priority and then by arrival, fits on no engine."""
+        """Check that no engine has room for the first ticket in the queue (by priority, then by arrival)."""
         waiting = [holder.ticket for holder, task in self.holders if not task.done() and holder.ticket.waits]
         if waiting:
             first = min(waiting, key=lambda ticket: ticket.turn)

@@ -1,7 +1,8 @@
-"""Snapshots of environments: after a crash an episode continues from the newest one, as if nothing had happened.
+"""Tests snapshots of environments: after a crash, an episode continues from its newest snapshot, as if nothing had
+happened.
 
-The runs are whole pipelines on a virtual clock. A life of a run ends at a drawn time, and the next life continues from
-storage.
+Each run is a whole pipeline on a virtual clock, and has several lives. A life ends by a crash at a random time, and the
+next life continues from storage.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ VERSIONS = 3
 
 @dataclass
 class Journey(Environment):
-    """Walks in a world outside of the run, whose state depends on all actions. Each action has one effect there.
+    """An environment whose world is outside of the run. The state of the world depends on all actions, and each action
+    must have exactly one effect.
 
-    `lives` has the turns on which each episode acted, in each life of the run.
+    `lives` contains, for each life of the run, the turns on which each episode acted.
     """
 
     offers: bool = True  # whether it stores snapshots
     rejects: bool = False  # whether it rejects its snapshots
     replays: bool = True  # whether it can repeat its actions
     forgetful: bool = False  # whether it does not look up whether an action was done
-    salt: int = 0  # another number gives other observations
+    salt: int = 0  # a different number gives different observations
     padding: int = 0  # number of further bytes of a snapshot
     effects: Counter[str] = field(default_factory=Counter)
     lives: list[dict[str, list[int]]] = field(default_factory=lambda: [{}])
@@ -87,7 +89,7 @@ class Journey(Environment):
         return episode.seed % 97
 
     def act(self, episode: Episode) -> int:
-        """Do the action of the newest turn, unless it was done before a crash."""
+        """Do the action of the newest turn, unless the action was already done before a crash."""
         name, turn = episode.turn_id.rsplit(".", 1)
         if self.forgetful or not (episode.is_recalled and self.effects[episode.turn_id]):
             self.effects[episode.turn_id] += 1
@@ -120,7 +122,7 @@ def live(
 
 
 def list_rows(store: MemoryStore) -> list[Any]:
-    """Return what each version was trained on, without times."""
+    """Return the trajectories on which each version was trained, without their times."""
     return [
         (version, group.key, replace(one, generation_seconds=0.0, reward_seconds=0.0))
         for version, batch in trained(store)
@@ -131,7 +133,7 @@ def list_rows(store: MemoryStore) -> list[Any]:
 
 @cache
 def list_quiet() -> list[Any]:
-    """Return the rows of a run that was not killed."""
+    """Return the trained trajectories of a run that was not killed."""
     return list_rows(live(Journey(offers=False)))
 
 
@@ -141,7 +143,7 @@ LIVES = st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4)
 @settings(max_examples=15, deadline=None)
 @given(LIVES)
 def test_killed_episodes_continue_from_their_snapshots(lives: list[float]) -> None:
-    """No action is done twice, and only the action of the newest turn is looked up again."""
+    """No action is done twice. After a crash, an episode repeats at most the lookup of its newest action."""
     environment = Journey()
     store = live(environment, lives)
     assert list_rows(store) == list_quiet()

@@ -1,4 +1,6 @@
-"""Sorting digits: right answers, and multisets that stay on one side of the split in every order."""
+"""Tests the prompts that ask for sorted digits: their answers are right, and a choice of digits is either held out or
+trained on, in every order.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_held_out_split_of_sorting_separates_multisets() -> None:
 
 
 def test_multisets_of_digits_are_asked_equally_often() -> None:
-    """Uniform over multisets, not over words, which would rarely repeat a digit."""
+    """Questions are drawn uniformly over multisets of digits. Uniformly drawn words would rarely repeat a digit."""
     made = source(digits=2, held_out=0.1)
     count = Counter("".join(sorted(digits(made.training(position)))) for position in range(5000))
     assert len(count) == 50
@@ -64,7 +66,7 @@ def recipe() -> RunConfig:
     return load_recipe(Path("flows/recipes/sorting.toml"))
 
 
-def test_sorting_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
+def test_sorting_scorer_accepts_right_and_rejects_wrong_answers(recipe: RunConfig) -> None:
     verify = build_verifier(recipe.reward)
     for asked in map(source().training, range(50)):
         assert score_response(verify, recipe.reward.answer, asked.answer, asked.reference).value == 1.0
@@ -74,7 +76,7 @@ def test_sorting_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
 
 
 def test_quick_start_uses_the_unchanged_grpo_preset(recipe: RunConfig) -> None:
-    """The docs and the README promise that no key of the preset is changed."""
+    """The documentation and the README say that the recipe changes no key of the preset."""
     assert (
         recipe.train.objective == RunConfig.model_validate({"train": {"objective": {"kind": "grpo"}}}).train.objective
     )

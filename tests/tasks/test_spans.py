@@ -1,4 +1,6 @@
-"""Spans: every dispatch has one complete trace, every version another, and a collector never holds up a run."""
+"""Tests OpenTelemetry spans: each dispatch (one issue of a prompt) and each version has one complete trace, and a
+collector never delays a run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from tests.support.small_run import GROUPS, prepare_small, train_small
 
 
 def in_memory(share: float = 1.0) -> tuple[Spans, InMemorySpanExporter]:
-    """Return spans on the running event loop's clock, and the exporter that keeps them."""
+    """Return a recorder of spans with the clock of the running event loop, and the exporter that stores the spans in
+    memory.
+    """
     provider, kept = build_provider({"service.name": "test"}), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     return Spans("run", provider, share, lambda: asyncio.get_running_loop().time()), kept
@@ -48,7 +52,7 @@ def by_dispatch(kept: InMemorySpanExporter) -> dict[GroupKey, list[ReadableSpan]
 
 
 def check_trace(spans: list[ReadableSpan]) -> str:
-    """Check that the spans are one tree, by ids and in time; returns the fate of its root."""
+    """Check by ids and times that the spans are one tree; return the fate that the root span names."""
     (root,) = [span for span in spans if span.name == "prompt"]
     assert root.parent is None
     began, ended = times(root)
@@ -108,7 +112,7 @@ def test_each_prompt_attempt_has_one_complete_trace(
         assert names == {"prompt": 1, "generate": pipeline.group_size, "score": pipeline.group_size, "wait": 1}
 
 
-def test_all_processes_trace_the_same_share_of_prompts() -> None:
+def test_all_processes_trace_the_same_prompts() -> None:
     kept = []
     for share in (0.25, 0.25, 1.0):
         spans, exporter = in_memory(share)
@@ -120,7 +124,7 @@ def test_all_processes_trace_the_same_share_of_prompts() -> None:
         run_virtual(record())
         kept.append(set(by_dispatch(exporter)))
     assert kept[0] == kept[1] < kept[2]
-    assert 60 <= len(kept[0]) <= 140  # of 400; 100 expected, standard deviation 9
+    assert 60 <= len(kept[0]) <= 140  # 100 of 400 are expected, with a standard deviation of 9
     assert len(kept[2]) == 400
 
 

@@ -1,5 +1,6 @@
-"""Speculative decoding on vLLM: drafts change neither the distribution of responses nor their log-probs nor, in a
-seeded engine, the responses themselves."""
+"""Tests speculative decoding on vLLM: drafts change neither the distribution of responses nor their log-probabilities.
+In a seeded engine, drafts do not change the responses, either.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 NUMBERS = itertools.count()
 PROMPTS = [(3 + number, 7, 11) for number in range(8)]
-LEAST_P = 1e-4  # a correct engine has a smaller p-value in one of ten thousand comparisons
+LEAST_P = 1e-4  # a correct engine has a smaller p-value in only one of ten thousand comparisons
 
 
 # --- the verifier alone -----------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def sampling_of(requests: int, temperature: float, generators: dict[int, torch.G
 
 @pytest.fixture(scope="module")
 def verifiers() -> dict[str, Any]:
-    """Build the verifier, and one with the fault that it accepts every drafted token."""
+    """Build the verifier of drafts, and a faulty verifier that accepts every drafted token."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import sampler
 
@@ -115,8 +116,8 @@ def verifiers() -> dict[str, Any]:
 def sample_pairs(verifier: Any, temperature: float) -> tuple[float, list[bool], torch.Tensor]:
     """Verify drafts of two tokens.
 
-    Return the smaller of the p-values of the first two tokens' counts, whether each first drafted token was accepted,
-    and the policy's chances.
+    Return three values: the smaller p-value of the counts of the first and the second token, whether each first drafted
+    token was accepted, and the policy's probabilities.
     """
     torch.manual_seed(5)
     logits_TV = torch.randn(3, 12, generator=torch.Generator().manual_seed(1)) * 1.5
@@ -130,7 +131,7 @@ def sample_pairs(verifier: Any, temperature: float) -> tuple[float, list[bool], 
 
 
 def compare(tokens: Sequence[int], chances_V: Any) -> float:
-    """Return the p-value of a chi-square test. Tokens that are expected less than five times count as one."""
+    """Return the p-value of a chi-square test. Tokens that are expected less than five times are one category."""
     seen, expected = np.bincount(tokens, minlength=len(chances_V)), chances_V * len(tokens)
     rare = expected < 5
     pairs = [(seen[~rare], expected[~rare])]
@@ -152,7 +153,7 @@ def test_verified_tokens_have_the_policys_distribution(verifiers: dict[str, Any]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_verifier_keeps_tokens_to_the_first_difference(verifiers: dict[str, Any], temperature: float) -> None:
+def test_verifier_keeps_drafts_up_to_the_first_difference(verifiers: dict[str, Any], temperature: float) -> None:
     logits_TV = torch.full((4, 6), -9.0)
     for place, token in enumerate((2, 4, 1, 3)):
         logits_TV[place, token] = 9.0
@@ -196,7 +197,7 @@ async def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> AsyncIterator[VllmEngine]:
-    """A seeded engine that drafts from past responses, which are the most probable ones and sampled ones."""
+    """Yield a seeded engine that drafts from past responses. The past responses are greedy and sampled responses."""
     engine = VllmEngine(
         VllmEngineConfig(speculation="suffix"), make_policy(tmp_path_factory.mktemp("policy")), seeded=True
     )
@@ -229,7 +230,9 @@ async def load(engine: VllmEngine, folder: Path, version: int) -> None:
 async def test_drafts_leave_the_engines_distribution_unchanged(
     engine: VllmEngine, weights: Path, temperature: float
 ) -> None:
-    """The first two tokens of 4000 responses, against the exact distribution by transformers."""
+    """The counts of the first two tokens of 4,000 responses are compared with the exact distribution, which
+    transformers computes.
+    """
     prompt = PROMPTS[0]
     made = await asyncio.gather(*(ask(engine, prompt, temperature, seed, 4) for seed in range(4000)))
     first_V = next_chances(weights, [prompt], temperature)[0]
@@ -253,7 +256,7 @@ async def test_logprobs_of_drafted_tokens_are_the_policys(engine: VllmEngine, we
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_greedy_responses_with_drafts_are_the_same(engine: VllmEngine, weights: Path) -> None:
+async def test_greedy_responses_are_the_same_with_and_without_drafts(engine: VllmEngine, weights: Path) -> None:
     made = await asyncio.gather(*(ask(engine, prompt, 0.0, 3) for prompt in PROMPTS))
     for one, greedy in zip(made, greedy_rows(weights, PROMPTS, 24), strict=True):
         assert list(one.tokens) == list(greedy[: len(one.tokens)])
@@ -261,10 +264,12 @@ async def test_greedy_responses_with_drafts_are_the_same(engine: VllmEngine, wei
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_tokens_after_an_update_are_verified_by_it(
+async def test_tokens_after_an_update_are_verified_by_new_weights(
     engine: VllmEngine, weights: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Drafts of older weights are dropped or verified by the new weights, and never counted as accepted by them."""
+    """Drafts from before a weight update are dropped or verified by the new weights. Each token has the log-probability
+    of its version.
+    """
     new = make_weights(tmp_path_factory.mktemp("new"), seed=1)
     tasks = [asyncio.create_task(ask(engine, prompt, 0.7, 40 + seed, 150)) for seed, prompt in enumerate(PROMPTS * 4)]
     await asyncio.sleep(0.15)

@@ -1,4 +1,4 @@
-"""The config keys of speculative decoding, and the counts of drafts."""
+"""Tests the config keys of speculative decoding, the counts of drafts, and the feed of past responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = st.builds(DraftCounts, *[st.integers(0, 9)] * 3)
 
 
 @given(st.sampled_from(["none", "ngram", "suffix"]), st.integers(1, 64))
-def test_vllm_gets_the_drawn_kind_of_drafts(kind: str, most: int) -> None:
+def test_vllm_gets_the_configured_kind_of_drafts(kind: str, most: int) -> None:
     config = VllmEngineConfig.model_validate({"kind": "vllm", "speculation": kind, "draft_tokens": most})
     made = build_speculation(config)
     if kind == "none":
@@ -33,7 +33,7 @@ def test_vllm_gets_the_drawn_kind_of_drafts(kind: str, most: int) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("speculation", "mtp"), ("draft_tokens", 0), ("draft_tokens", 65)])
-def test_wrong_value_is_refused(key: str, value: object) -> None:
+def test_invalid_speculation_value_is_refused(key: str, value: object) -> None:
     with pytest.raises(ValidationError, match=key):
         VllmEngineConfig.model_validate({"kind": "vllm", key: value})
 
@@ -50,7 +50,7 @@ def test_meter_adds_the_counts_of_drafts(drawn: list[DraftCounts]) -> None:
     assert found.length * max(found.verified, 1) == pytest.approx(max(found.verified, 1) + found.accepted)
 
 
-async def test_feed_reads_again_only_after_its_last_read() -> None:
+async def test_feed_of_past_responses_runs_one_read_at_a_time() -> None:
     passed: list[Sequence[PastResponse]] = []
     reads = iter([[(b"p", b"a")], [(b"p", b"b")]])
 
@@ -70,7 +70,7 @@ async def test_feed_reads_again_only_after_its_last_read() -> None:
     PastFeed(None, remember).refresh()
 
 
-async def test_feed_of_a_dead_engine_ends_quietly() -> None:
+async def test_feed_of_past_responses_ignores_a_dead_engine() -> None:
     async def remember(past: Sequence[PastResponse]) -> None:
         raise EngineFailed("the engine died")
 

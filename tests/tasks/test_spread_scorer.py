@@ -1,4 +1,6 @@
-"""Responses spread over the reward actor and its helpers: each gets one score, although helpers come and are lost."""
+"""Tests the distribution of responses over the reward actor and its helpers: each response gets one score, although
+helpers start and are lost.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SLOTS = {"": 2}
 
 
 class TimedPlace(Scorer, Helper):
-    """Scores `workers` responses at a time; the reason of a score is the place's name. `lose` loses all of them."""
+    """A fake reward actor or helper that scores `workers` responses at a time. The reason of a score is the name of the
+    fake; `lose` loses all its responses.
+    """
 
     def __init__(self, name: str, seconds: float = 1.0, *, workers: int = 2, starts: bool = True) -> None:
         self.name, self.seconds, self.starts = name, seconds, starts
@@ -79,7 +83,7 @@ def ask(numbers: Sequence[int], scorer: str = "") -> list[ScoreRequest]:
 
 @dataclass
 class Run:
-    """A scorer with a fleet of helpers, as the reward actor has it."""
+    """A scorer with a fleet of helpers (a changing number of them), as in the reward actor."""
 
     least: int = 1
     most: int = 3
@@ -109,7 +113,7 @@ class Run:
 
 
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=8), closed=st.sets(st.integers(0, 7)))
-def test_scoring_place_with_the_smallest_load_is_chosen(loads: list[int], closed: set[int]) -> None:
+def test_reward_actor_with_the_smallest_load_is_chosen(loads: list[int], closed: set[int]) -> None:
     places = [ScoringPlace(lambda requests: []) for _ in loads]
     for number, (place, load) in enumerate(zip(places, loads, strict=True)):
         place.loads[""], place.open = load, number not in closed
@@ -168,9 +172,9 @@ def test_long_queue_of_responses_starts_reward_helpers() -> None:
         await asyncio.sleep(4.0)
         assert run.fleet.count == 2
         await asyncio.gather(*futures)
-        assert asyncio.get_running_loop().time() < 2 + 5 + 1 + 200 / 6 + 5  # three places scored
+        assert asyncio.get_running_loop().time() < 2 + 5 + 1 + 200 / 6 + 5  # the reward actor and two helpers scored
         await asyncio.sleep(15.0)
-        assert run.fleet.count == 2  # a short pause ends none
+        assert run.fleet.count == 2  # a short pause ends no helper
         await asyncio.sleep(10.0)
         assert run.fleet.count == 0
         assert all(helper.ended for helper in run.helpers)
@@ -253,7 +257,7 @@ def test_response_kept_by_the_reward_actor_delays_no_helper() -> None:
         home = TimedPlace("home", 1000.0)
         run = Run(2, 2, home=home)
         await asyncio.sleep(1.0)
-        kept = run.spread.submit(ask(range(8)))  # home and the helper get four each
+        kept = run.spread.submit(ask(range(8)))  # the reward actor and the helper get four responses each
         for _ in range(2):
             run.helpers[-1].lose()
             await asyncio.sleep(2.0)  # the next helper starts within 1.5 s
@@ -354,7 +358,7 @@ def test_helper_count_changes_only_after_a_full_time_span(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_faster_scoring_place_has_room_for_more_responses(seconds: float) -> None:
+def test_faster_reward_actor_has_room_for_more_responses(seconds: float) -> None:
     place = ScoringPlace(lambda requests: [])
     for _ in range(40):
         place.note_score("", Score(1.0, seconds=seconds))

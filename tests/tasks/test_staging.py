@@ -1,4 +1,6 @@
-"""The ranks of a sharded learner store its files: the same files as one rank stores, in any store."""
+"""Tests that the ranks of a sharded learner store its files together: the files are the same as those of one rank, in
+any store.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from rollflow.testing.learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_sharded import KINDS, SOAK
 
-SHARD_BYTES = 2**14  # gives many files, and some tensors are larger
+SHARD_BYTES = 2**14  # a small limit gives many files, and some tensors are larger than the limit
 SECONDS, SLOW_SECONDS, KILL_SECONDS = 4.0, 6.0, 1.5
 KIND = {**KINDS["PPO with a critic"], "learning_rate": 1e-4}
 ROLES = {**KINDS["a penalty to a reference"], "learning_rate": 1e-4}
@@ -54,7 +56,7 @@ def in_parts(folder: Path, ranks: int = 2, seconds: float = 60.0, **given: Any) 
 
 @dataclass(frozen=True)
 class Odd(LocalStore):
-    """A folder that behaves differently in processes other than `owner`, also after it was pickled."""
+    """A store in a folder that behaves differently in processes other than `owner`, even after it was pickled."""
 
     owner: int = field(default_factory=os.getpid)
 
@@ -63,7 +65,7 @@ class Odd(LocalStore):
 
     @property
     def other(self) -> bool:
-        """True in another process than `owner`."""
+        """True in processes other than `owner`."""
         return os.getpid() != self.owner
 
 
@@ -93,14 +95,14 @@ class Away(Full):
 
 
 class Elsewhere(Odd):
-    """A store whose other processes write into another folder."""
+    """A store in which processes other than `owner` write into another folder."""
 
     def put(self, path: str, data: Data) -> str:
         return super().put(f"elsewhere/{path}" if self.other else path, data)
 
 
 class Slow(Odd):
-    """A store that takes longer in other processes than ranks wait for each other here."""
+    """A store that is slower in other processes than the time limit of the ranks."""
 
     def put(self, path: str, data: Data) -> str:
         if self.other:
@@ -109,7 +111,7 @@ class Slow(Odd):
 
 
 class Stopped(Odd):
-    """A store that stops other processes in the middle of a write."""
+    """A store that stops processes other than `owner` in the middle of a write."""
 
     def put(self, path: str, data: Data) -> str:
         if self.other:
@@ -138,7 +140,7 @@ def stored(made: Any, policies: PolicyStore, writer: Writer, version: int = 0) -
 
 
 def expected(made: Any) -> Mapping[str, str]:
-    """Return the hash of every file, gathered here."""
+    """Return the hash of every file, gathered in this process."""
     return {
         name: hash_pieces(split_buffers(data))
         for files in (made.weights(), made.state())
@@ -151,7 +153,9 @@ def expected(made: Any) -> Mapping[str, str]:
 def test_ranks_store_the_files_that_one_rank_would_store(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner], kind: Mapping[str, Any], ranks: int
 ) -> None:
-    """Ranks store equally many files; the first rank stores its own state. One rank alone continues from the files."""
+    """Each rank stores about the same number of files, and the first rank stores its own state. A learner with one rank
+    continues from the files.
+    """
     ended.append(made := in_parts(folder, ranks, **kind))
     made.step(batch(0), 0)
     policies, writer = policies_in(Signed(tmp_path))
@@ -164,7 +168,7 @@ def test_ranks_store_the_files_that_one_rank_would_store(
     assert (len(counts), counts[0] >= len(found) / ranks - 3) == (
         ranks,
         True,
-    )  # two belong to the first rank alone
+    )  # two files belong to the first rank alone
     last = max(name for name in names if name.startswith("learner/state-"))
     assert by[last] == os.getpid()
     alone = begun(folder, TorchTrain(**kind))
@@ -174,7 +178,7 @@ def test_ranks_store_the_files_that_one_rank_would_store(
 
 @pytest.mark.soak
 def test_deepspeed_ranks_store_their_own_files(folder: Path, tmp_path: Path, ended: list[MultiRankLearner]) -> None:
-    """DeepSpeed's ranks also share the work."""
+    """DeepSpeed's ranks also share the work of storing files."""
     ended.append(made := begun(folder, DeepSpeedTrain.model_validate({"zero": 2, "ranks": 2, **KIND})))
     made.step(batch(0), 0)
     found = stored(made, *policies_in(Signed(tmp_path)))
@@ -212,7 +216,7 @@ def test_store_folder_that_a_rank_does_not_share_is_refused(
 def test_slow_storage_does_not_count_as_a_hanging_rank(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner]
 ) -> None:
-    """The store takes longer than ranks wait for each other."""
+    """The store takes longer than the time limit within which the ranks must answer each other."""
     ended.append(made := in_parts(folder, seconds=SECONDS))
     made.step(batch(0), 0)
     files, sizes = made.weights(), made._own.sizes()
@@ -224,10 +228,10 @@ def test_slow_storage_does_not_count_as_a_hanging_rank(
 
 @pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=SOAK)])
-def test_rank_that_dies_while_storing_is_named(
+def test_error_names_a_rank_that_dies_while_storing(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner], sent: signal.Signals
 ) -> None:
-    """The third of three ranks is killed or stopped."""
+    """The third of three ranks is killed or stopped while it stores a file."""
     ended.append(made := in_parts(folder, 3, seconds=SECONDS))
     made.step(batch(0), 0)
     files, third = made.weights(), list(made._own.sizes())[2]
@@ -247,13 +251,13 @@ def test_rank_that_dies_while_storing_is_named(
 
 
 def test_memory_of_a_gathered_weight_file_is_released() -> None:
-    """The C library would keep the memory while the next file is gathered."""
+    """Otherwise the C library would keep the memory of one file while the next file is gathered."""
 
     def resident() -> int:
         return psutil.Process().memory_info().rss
 
     before = resident()
-    made = [given_back(torch.Size([2**18]), torch.float32) for _ in range(64)]  # a size that the C library would keep
+    made = [given_back(torch.Size([2**18]), torch.float32) for _ in range(64)]  # a size that malloc keeps
     for tensor in made:
         tensor.fill_(1.0)
     assert resident() - before > 2**25

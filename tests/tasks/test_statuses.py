@@ -1,4 +1,6 @@
-"""The statuses of actors: each field either shows progress, or ticks and hides no hang."""
+"""Tests the statuses of actors: each field either shows progress, or is a clock, whose changes must not hide that an
+actor hangs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_each_status_field_is_either_progress_or_a_clock(status: ActorStatus) ->
 
 
 @OF_EACH
-def test_only_counters_in_a_status_show_progress(status: ActorStatus) -> None:
+def test_status_fields_except_clocks_show_progress(status: ActorStatus) -> None:
     for one in fields(status):
         moved = replace(status, **{one.name: another(status, one.name)})
         assert moved != status, one.name
@@ -55,7 +57,7 @@ def test_status_can_be_pickled(status: ActorStatus) -> None:
     assert pickle.loads(pickle.dumps(status)) == status  # noqa: S301 - our own
 
 
-def test_progress_shows_when_a_new_supervisor_has_resumed() -> None:
+def test_status_reports_the_amount_of_finished_work() -> None:
     assert RolloutStatus(trajectories=3).made == LearnerStatus(trained=3).made == RewardStatus(scored=3).made == 3.0
 
 

@@ -1,7 +1,8 @@
-"""Advantages from rewards of tokens and steps: by hand, and for random batches against the papers' formulas.
+"""Tests advantages from rewards of tokens and steps, against hand calculations and, for random batches, against the
+papers' formulas.
 
-The oracle uses plain Python floats, one token and one response at a time. In the batches by hand, a row is the reward
-of a response and the rewards of its tokens; None is a token without a reward.
+The reference calculation uses plain Python floats, one token and one response at a time. In the hand calculations, a
+row is the reward of a response and the rewards of its tokens; None stands for a token without a reward.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ REINFORCE, PLUS, GRPO, DR_GRPO, RLOO = (
 
 
 def data_of(groups: list[list[Row]], branch: bool = False) -> BatchRows:
-    """Return a batch; with `branch`, the last row of each group branches off the first one."""
+    """Return a batch; with `branch`, the last row of each group branches off the first row."""
     made = []
     for group in groups:
         rows = [build_row(number, *row) for number, row in enumerate(group)]
@@ -67,7 +68,7 @@ def found_by(part: Advantage, *groups: list[Row], branch: bool = False) -> list[
     return compute_targets(part, replace(data, rewards=data.rewards.astype(float)), 10).advantage_B.tolist()
 
 
-# --- by hand -------------------------------------------------------------------------------------------------------
+# --- hand calculations ----------------------------------------------------------------------------------------------
 
 
 def test_reinforce_credits_each_token_with_later_rewards() -> None:
@@ -75,7 +76,9 @@ def test_reinforce_credits_each_token_with_later_rewards() -> None:
 
 
 def test_grpo_process_supervision_matches_a_hand_calculation() -> None:
-    """Steps 1, 0 and 1, 1, 0: mean 3/5, squared distances 2 x 0.36 and 3 x 0.16, together 1.2; deviation sqrt(0.3)."""
+    """The two responses have the step rewards 1, 0 and 1, 1, 0. Their mean is 3/5, the sum of squared distances is 2 x
+    0.36 + 3 x 0.16 = 1.2, and the standard deviation is sqrt(0.3).
+    """
     deviation = math.sqrt(1.2 / 4) + EPSILON
     up, down = 0.4 / deviation, -0.6 / deviation
     expected = [up + down, up + down, down, up + up + down, up + down, down]
@@ -84,7 +87,9 @@ def test_grpo_process_supervision_matches_a_hand_calculation() -> None:
 
 
 def test_grpo_adds_outcome_and_process_advantages() -> None:
-    """Rewards 1 and 0: distances of 1/2 from the mean, deviation sqrt(1/2). Steps 3 and 1: deviation sqrt(2)."""
+    """The response rewards 1 and 0 have distances of 1/2 from their mean, and standard deviation sqrt(1/2). The step
+    rewards 3 and 1 have standard deviation sqrt(2).
+    """
     outcome, step = 0.5 / (math.sqrt(0.5) + EPSILON), 1.0 / (math.sqrt(2) + EPSILON)
     found = found_by(GRPO, [(1.0, [3.0, None]), (0.0, [None, 1.0])])
     assert found == pytest.approx([outcome + step, outcome, -outcome - step, -outcome - step], abs=1e-12)
@@ -93,7 +98,9 @@ def test_grpo_adds_outcome_and_process_advantages() -> None:
 
 
 def test_rloo_subtracts_the_mean_step_of_other_responses() -> None:
-    """Mean steps 2, 5 and none: the baseline of the first response is 5, of the second 2; the third has no steps."""
+    """The mean step rewards of the responses are 2, 5 and none. The baseline of the first response is 5, the baseline
+    of the second response is 2, and the third response has no steps.
+    """
     found = found_by(RLOO, [(3.0, [1.0, 3.0]), (0.0, [5.0]), (0.0, [None])])
     assert found == pytest.approx([3 + (1 - 5) + (3 - 5), 3 + (3 - 5), -1.5 + (5 - 2), -1.5], abs=1e-12)
 
@@ -103,12 +110,12 @@ def test_rloo_ignores_steps_that_no_other_response_has() -> None:
 
 
 def test_reinforce_plus_plus_whitens_the_returns() -> None:
-    """The returns are 3, 2 and 1: mean 2, deviation 1."""
+    """The returns are 3, 2 and 1. Their mean is 2, and their standard deviation is 1."""
     assert found_by(PLUS, [(2.0, [1.0, None]), (1.0, [None])]) == pytest.approx([1, 0, -1], abs=1e-6)
 
 
 def test_steps_of_a_branch_count_for_the_parent_episode() -> None:
-    """The steps 3 and 5 of the first episode, and 1 of the second one, have the mean 3."""
+    """The step rewards are 3 and 5 in the first episode, and 1 in the second episode. Their mean is 3."""
     found = found_by(DR_GRPO, [(0.0, [3.0]), (0.0, [1.0]), (0.0, [5.0])], branch=True)
     assert found == [2.0, -2.0, 2.0]
 
@@ -119,7 +126,9 @@ def test_equal_steps_give_advantage_zero() -> None:
 
 
 def test_critic_gets_the_reward_of_a_token_at_that_token() -> None:
-    """Worked by hand with gamma = lambda = 1 and values of zero: the advantage is the return-to-go minus the prices."""
+    """With gamma = lambda = 1 and critic values of zero, the advantage is the return from the token on, minus the KL
+    penalties.
+    """
     part = Advantage(baseline="critic", scale="none")
     data = data_of([[(1.0, [0.5, None, -2.0])]])
     found = compute_targets(part, data, 10, price_B=torch.full((3,), 0.25), values_B=torch.zeros(3))
@@ -128,7 +137,7 @@ def test_critic_gets_the_reward_of_a_token_at_that_token() -> None:
     assert found.returns_B.dtype == torch.float64
 
 
-def test_without_token_rewards_advantages_are_those_of_rows() -> None:
+def test_without_token_rewards_advantages_are_per_response() -> None:
     """Without steps, each estimator gives every token the advantage of its response."""
     group: list[Row] = [(1.0, [None, None]), (0.0, [None]), (0.5, [None] * 3)]
     for part in (REINFORCE, PLUS, GRPO, DR_GRPO, RLOO):
@@ -140,7 +149,7 @@ def test_without_token_rewards_advantages_are_those_of_rows() -> None:
 
 
 def expected_of(part: Advantage, groups: list[list[Row]]) -> list[list[float]]:
-    """Return the advantages of the tokens of each response, before the scales `batch` and `whiten`."""
+    """Compute the advantages of each response's tokens by the formulas, before the scaling by `batch` or `whiten`."""
     found = []
     for group in groups:
         steps = [[value for value in values if value is not None] for _, values in group]
@@ -192,11 +201,11 @@ def test_step_advantages_equal_a_direct_formula(part: Advantage, groups: list[li
     rows = expected_of(part, groups)
     flat = [value for row in rows for value in row]
     if part.scale in ("batch", "whiten") and (len(flat) < 2 or max(flat) - min(flat) < 1e-2):
-        return  # the code keeps the deviation above zero
+        return  # the tested code keeps the standard deviation above zero, which the formula does not
     assert found_by(part, *groups) == pytest.approx(scaled_of(part, rows), abs=1e-9)
 
 
-# --- what cannot use them -----------------------------------------------------------------------------------------
+# --- an objective that cannot use token rewards ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", PRESETS)

@@ -1,4 +1,6 @@
-"""Stop strings of random responses: the watch ends a response where the text of its whole beginning first has one."""
+"""Tests stop strings on random responses: a response ends at the first token with which its decoded text contains a
+stop string.
+"""
 
 from __future__ import annotations
 

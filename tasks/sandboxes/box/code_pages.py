@@ -1,7 +1,7 @@
 """Lets forked processes inherit the page tables of loaded code.
 
-The kernel copies the page table of a part of a file to a forked process only if the part was written to. Without a page
-table, each first use of a code page costs a page fault.
+The kernel copies the page table of a mapped part of a file to a forked process only if the part was written to. Without
+a page table, each first use of a code page costs a page fault.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PARTS = {"r-xp": READ | EXECUTE, "r--p": READ}  # rights of code and of constant
 
 
 def share_code() -> None:
-    """Write the first byte of each part of a file in memory again, where the kernel allows it."""
+    """Write the first byte of each mapped part of a file again, unchanged, where the kernel allows it."""
     with open("/proc/self/maps") as maps:
         parts = [line.split() for line in maps]
     for bounds, rights, _, _, file, *_ in parts:

@@ -5,8 +5,8 @@
       |                 --clone into the same namespace--> program, a child of the keeper
 
 The keeper is the process that supervises the sandbox and orders each program. After a program, the keeper kills process
-1 of the programs' process namespace, so that the kernel kills all its processes. The holder then mounts a new folder
-and a new `/proc`, and forks the next program in a new process namespace.
+1 of the programs' process namespace, so that the kernel kills all processes of this namespace. The holder then mounts a
+new folder and a new `/proc`, and forks the next program in a new process namespace.
 
 * Programs cannot signal, trace or read the holder or the keeper, which are outside their process namespace.
 * A program inherits no data of an earlier program, because the holder reads no request, output or exit code.
@@ -16,7 +16,7 @@ and a new `/proc`, and forks the next program in a new process namespace.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # its functions look up no enumerations
+import _signal  # type: ignore[import-not-found]  # unlike `signal`, it looks up no enumerations
 import _socket
 import ctypes
 import gc
@@ -47,11 +47,11 @@ PROCESSES = 0x20000000  # clone flag of a new process namespace
 # clone flags: share memory, share file descriptors, keep the same parent, and store the thread id at an address
 SAME_MEMORY, SAME_FILES, SAME_PARENT, STORED_ID = 0x100, 0x400, 0x8000, 0x01000000 | 0x00200000
 PR_GET_TID_ADDRESS = 40
-STACK = 16384  # bytes
+STACK = 16384  # size in bytes of the stack of a cloned process
 # descriptor of a program's channel, largest descriptor, and number of the system call close_range
 CHANNEL, LAST_DESCRIPTOR, CLOSE_RANGE = 3, 0xFFFFFFFF, 436
 NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
-OBJECTS = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")  # lists of System V IPC
+OBJECTS = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")  # lists of the System V IPC objects
 LONGEST = 4096
 
 
@@ -70,7 +70,7 @@ THREAD_ID = find_thread_id()
 
 def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
     """Fork the holder process of a sandbox, and answer requests as the sandbox's supervising process. `keep_sandbox`
-    returns only in a process forked for Python source, with the program's request.
+    returns only in a process that was forked for a program of Python source, and returns the program's request.
 
     Raises:
         OSError: the sandbox cannot be created or renewed.
@@ -114,8 +114,8 @@ class Holder:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def serve(self) -> Request:
-        """Fork programs until the supervising process is gone. `serve` returns only in a process forked for Python
-        source, with the program's request.
+        """Fork programs until the supervising process is gone. `serve` returns only in a process that was forked for a
+        program of Python source, and returns the program's request.
         """
         while order := os.read(self._orders, 1):
             try:
@@ -168,7 +168,7 @@ class Holder:
         self._has_folder = True
 
     def _start_namespace(self) -> None:
-        """Start process 1 of a new process namespace, for the next children of this process."""
+        """Start process 1 of a new process namespace, in which the next children of this process start."""
         check(libc.setns(self._own, PROCESSES), "setns")  # a process can leave its namespace only for an inner one
         check(libc.unshare(PROCESSES), "unshare")
         first = libc.clone(self._pause, self._top, SAME_MEMORY | SAME_PARENT | signal.SIGCHLD, None)
@@ -200,8 +200,8 @@ class Holder:
             os.close(fd)
         try:
             limit_program(self._limits, request["timeout"])
-            # All restrictions are in force here, because other processes of the sandbox may change this process's
-            # memory from now on.
+            # All restrictions are active here, because other processes of the sandbox may change this process's memory
+            # from now on.
             check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
             os.chdir(os.path.join(FOLDER, request["cwd"]))
             if request["command"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # its functions look up no enumerations
+import _signal  # type: ignore[import-not-found]  # unlike `signal`, it looks up no enumerations
 import atexit
 import builtins
 import gc

@@ -43,7 +43,7 @@ class ForkedProgram:
         if body:
             write_all(self.stdin, body)
             os.lseek(self.stdin, 0, os.SEEK_SET)
-        # A program could store data in stdin beyond the memory limit, so stdin is sealed.
+        # A program could store data in stdin beyond the memory limit, so the file for stdin is sealed against changes.
         fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)
         message = pack_text(text)
         # A child process of an earlier program may have killed the forked process.

@@ -5,9 +5,9 @@ Five kinds of system calls are rejected:
 * Calls that reach beyond the sandbox: namespaces, mounts, sockets other than socket pairs, tracing, kernel keys and
   BPF.
 * Calls that change other processes of the same user: scheduling and limits.
-* Calls for memory that no limit counts: io_uring, System V IPC, anonymous shared memory, and pages given to a pipe or a
-  socket.
-* Calls that use up a resource of all sandboxes: file descriptors sent through a socket.
+* Calls for memory that does not count toward the memory limit: io_uring, System V IPC, anonymous shared memory, and
+  pages given to a pipe or a socket.
+* Calls that use up a resource that all sandboxes share: file descriptors sent through a socket.
 * Calls that wait for the disks of the host.
 
 System calls newer than the list in this module fail with ENOSYS.
@@ -26,7 +26,7 @@ from typing import Any
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 38
 FILTER = 2  # SECCOMP_MODE_FILTER
-CAPABILITIES = 64  # more than there are
+CAPABILITIES = 64  # more than the number of existing capabilities
 CAP_SYS_ADMIN = 21  # number of the capability to mount file systems and to create namespaces
 CAPABILITY_VERSION = 0x20080522
 NEW_NAMESPACES = 0x7E020000  # all flags of the system call clone that create namespaces
@@ -146,7 +146,7 @@ REFUSED: dict[str, Numbers] = {
 # index of an argument (.5 selects its upper half), comparison, value, expected result
 Test = tuple[float, int, int, bool]
 Rule = tuple[Numbers, tuple[Test, ...]]
-REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
+REFUSED_IF: tuple[Rule, ...] = (  # calls that are rejected if all comparisons hold
     ((56, 220), ((0, ANY_BIT, NEW_NAMESPACES, True),)),  # clone
     ((53, 199), ((0, EQUAL, AF_UNIX, False),)),  # socketpair
     ((53, 199), ((1, ANY_BIT, DATAGRAMS, True),)),

@@ -6,10 +6,10 @@
                                       owner --requests by the socket---------                 v
                                                                                             program
 
-The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has its own
-user, process and mount namespaces, and an empty folder `/work` in memory. The keeper enforces the limits of programs;
-when the keeper ends, the kernel kills all processes of the sandbox. The holder forks the programs, and empties the
-sandbox after each program (see `holder`).
+The container has no network, and shows no files of the host except the system's libraries, read-only. Each sandbox has
+its own user, process and mount namespaces, and an empty folder `/work` in memory. The keeper enforces the limits of
+programs; when the keeper ends, the kernel kills all processes of the sandbox. The holder forks the programs, and
+empties the sandbox after each program (see `holder`).
 
 Python source runs in a fork of the holder, so that common modules are already imported. Each program starts with the
 same random seed, so that repeated runs have equal results.
@@ -62,8 +62,8 @@ class Parent:
         signal.set_wakeup_fd(ended)
 
     def serve(self) -> Request:
-        """Create and kill sandboxes on request. `serve` returns only in a process forked for Python source, with the
-        program's request.
+        """Create and kill sandboxes on request. `serve` returns only in a process that was forked for a program of
+        Python source, and returns the program's request.
         """
         while True:
             ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
@@ -93,7 +93,7 @@ class Parent:
             os.close(go)
             return self._become_keeper(wait, fd, self._limits | request["limits"])
         os.close(wait)
-        # Without user id maps, no file system can be mounted, which the supervising process reports.
+        # If the user id maps cannot be written, the supervising process cannot mount a file system, and reports this.
         with contextlib.suppress(OSError):
             check(pid, "clone")
             self._keepers[pid] = request["number"]
@@ -125,22 +125,22 @@ class Parent:
                 os.kill(pid, signal.SIGKILL)
 
     def _collect(self) -> None:
-        """Collect ended keepers."""
+        """Reap ended supervising processes."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 self._keepers.pop(pid, None)
 
 
 def become_user(user: int) -> None:
-    """Give up root for this user."""
+    """Change from root to this user permanently."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def main() -> Request:
-    """Prepare this process, and create sandboxes. `main` returns only in a process forked for Python source, with the
-    program's request.
+    """Prepare this process, and create sandboxes. `main` returns only in a process that was forked for a program of
+    Python source, and returns the program's request.
     """
     limits = json.loads(sys.argv[1])
     owner = socket.socket(fileno=limits["descriptor"])
@@ -169,7 +169,7 @@ def prepare_forks() -> None:
     os.environ.update(variables)
     if "random" in sys.modules:
         sys.modules["random"].seed(0)
-    touch_memory()  # the first call creates types
+    touch_memory()  # the first call creates types, which forks share
     build_filter(os.uname().machine)
     share_code()
     gc.collect()

@@ -19,7 +19,7 @@ from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
 SHORT_SECONDS = 0.004  # seconds in which most programs of a few lines end
-# numbers of measurements over the memory limit after which processes are killed; a single one may be too high
+# numbers of measurements over the memory limit after which processes are killed; a single measurement may be too high
 CERTAIN_POLLS, HIDDEN_POLLS = 2, 10
 # memory, in KiB, that hidden files may seem to need beyond twice the memory limit
 MOST_HIDDEN = 2**19
@@ -153,8 +153,8 @@ def find_excess(limits: dict[str, Any], list_processes: Callable[[], list[int]],
 
     Shared memory pages are counted once; of the open files, only sockets are counted. The exact count is slow, so it is
     made only if the sum over all processes exceeds the memory limit. If a process hides its open files or its shared
-    pages, all of them are counted. If only hidden files exceed a limit, all measurements must exceed it, because a
-    starting process may seem to hide its files.
+    pages, all of them are counted. If the memory limit is exceeded only because of hidden files, it must be exceeded in
+    all measurements, because a starting process may seem to hide its files.
     """
     most, certain = limits["memory_bytes"] // 1024, 0
     for pause in (0.0, 0.0, *[POLL_SECONDS] * HIDDEN_POLLS):

@@ -16,14 +16,14 @@ READS = 16  # largest number of chunks that are read from one process before oth
 
 
 class GuestProcess:
-    """A child process in its own session, with the output that it has written."""
+    """A child process in a Unix session of its own, with the output that it has written."""
 
     def __init__(
         self, roots: set[int], command: Sequence[str], request: Mapping[str, Any], outputs: int, **more: Any
     ) -> None:
         """Start the process; `outputs` is 2 for separate pipes of stdout and stderr, or 1 for a common pipe.
 
-        `roots` contains the ids of all started child processes, from which `collect` removes this process.
+        `roots` is the set of the ids of all started child processes; `collect` removes this process from the set.
 
         Raises:
             OSError: the process cannot be started.

@@ -155,8 +155,8 @@ class GuestSession:
         self._process.take_output(request["most"])  # an interactive shell warns that it has no terminal
 
     def _run(self, code: str, deadline: float, most: int) -> Work:
-        """Send code to the session and wait for its end; return why the run ended, and its exit code or None if
-        unknown.
+        """Send code to the session and wait until the code has run; return why the run ended, and its exit code (None
+        if unknown).
         """
         assert self._process is not None
         data = memoryview(self._write_order(code))

@@ -1,5 +1,5 @@
-"""Reads and writes files in a sandbox's folder without following links, because a program may have created links to
-other places.
+"""Reads and writes files in a sandbox's folder without following links, because a program may have created links that
+lead out of the folder.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ Launch = Callable[[Places, Sequence[str], Mapping[str, str], tuple[int, int, int
 
 
 class PlainProcess:
-    """A process without confinement, in its own session."""
+    """A process without confinement, in a Unix session of its own."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str, fds: tuple[int, int, int]) -> None:
         self._process = subprocess.Popen(

@@ -49,7 +49,7 @@ def set_limits(order: dict[str, Any]) -> None:
         (resource.RLIMIT_AS, 2 * order["memory_bytes"] + 2**29),
         (resource.RLIMIT_NOFILE, order["open_files"]),
         (resource.RLIMIT_FSIZE, order["folder_bytes"]),
-        (resource.RLIMIT_CPU, int(order["timeout"] * (os.cpu_count() or 1)) + 2),  # it may compute on all cores
+        (resource.RLIMIT_CPU, int(order["timeout"] * (os.cpu_count() or 1)) + 2),  # the program may use all cores
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(which)[1]

@@ -5,9 +5,9 @@
                                                         v
                                                       program
 
-A keeper is the process that supervises one sandbox. The keeper adopts orphans of its programs, and this process adopts
-orphans of keepers. Thus every process of a program is killed when the program ends, when its sandbox is closed, or when
-the owner dies.
+The owner is the process that requests the sandboxes. A keeper is the process that supervises one sandbox. The keeper
+adopts orphans of its programs, and this process adopts orphans of keepers. Thus every process of a program is killed
+when the program ends, when its sandbox is closed, or when the owner dies.
 
 This file runs as `python -I -S start.py SETTINGS`, where the JSON text `SETTINGS` contains the file descriptor of the
 owner's socket.

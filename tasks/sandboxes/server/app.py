@@ -3,7 +3,7 @@
 * A request without the server's token gets status 401, except `GET /v1/ping`.
 * A server without a token rejects requests from web pages, because otherwise any web site could run programs.
 * At most `at_once` requests to `/run_code` run, and at most `queue` requests wait; other requests get status 503.
-* A request may wait for `queue_seconds`, and send its body for `body_seconds`.
+* A request may wait for at most `queue_seconds`, and its body must arrive within `body_seconds`.
 * If a caller of `/run_code` disconnects, its program is killed.
 """
 
@@ -51,7 +51,7 @@ class Gate:
 
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[None]:
-        """Wait for a place.
+        """Wait until the request may run.
 
         Raises:
             Full: too many requests are running and waiting, or the request has waited too long.

@@ -22,7 +22,7 @@ from rollflow.tasks.sandboxes.base import Sandboxes, SandboxFailed, SandboxLimit
 from rollflow.tasks.sandboxes.workspace import BoxWorkspace
 
 CHECK_SECONDS = 1.0
-MOST_SESSIONS = 16  # of one sandbox
+MOST_SESSIONS = 16  # largest number of sessions of one sandbox
 MOST_ENDED = 1000  # largest number of stopped sandboxes whose state is remembered
 TEMPORARY = re.compile(r"bash-\d+")  # names of sessions that ROCK's SDK opens for a single command and never closes
 IDENTITY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -48,7 +48,7 @@ class LiveSandbox:
     clear_seconds: float
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
-    running: int = 0  # requests
+    running: int = 0  # number of running requests
     # sessions by name, the least recently used session first
     sessions: OrderedDict[str, SandboxSession] = field(default_factory=OrderedDict)
 
@@ -141,7 +141,7 @@ class LiveSandboxes:
         return True
 
     def forget(self, identity: str) -> None:
-        """Forget a stopped sandbox."""
+        """Remove the remembered state of a stopped sandbox."""
         self._ended.pop(identity, None)
 
     async def close(self) -> None:

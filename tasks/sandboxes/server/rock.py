@@ -50,12 +50,12 @@ from rollflow.tasks.sandboxes.server.rock_requests import (
 )
 
 PREFIX = "/apis/envs/sandbox/v1"
-BAD_REQUEST, SERVER_ERROR, COMMAND_ERROR = 4000, 5000, 6000  # ROCK's codes
-LONGEST_CLEAR = 24 * 60  # minutes
+BAD_REQUEST, SERVER_ERROR, COMMAND_ERROR = 4000, 5000, 6000  # ROCK's error codes
+LONGEST_CLEAR = 24 * 60  # largest number of minutes without a request before a sandbox is stopped
 SMALLEST_MEMORY = 32 * 2**20
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-SESSION_KINDS = {"bash": SessionKind.SHELL, "python": SessionKind.PYTHON}  # ROCK has only bash
+SESSION_KINDS = {"bash": SessionKind.SHELL, "python": SessionKind.PYTHON}  # ROCK itself has only bash
 FORM_BYTES = 2**20  # largest size in bytes of a form field in an upload
 Result = dict[str, Any]
 Body = TypeVar("Body", bound=RockRequest)
@@ -171,7 +171,7 @@ class RockService:
         return result | {"failure_reason": lost.lstrip("; ")}
 
     async def close_session(self, body: SessionRequest) -> Result:
-        """Close a shell."""
+        """Close a session."""
         async with self._live.use(body.sandbox_id) as live:
             session = find_session(live, body.session)
             live.sessions.pop(body.session, None)

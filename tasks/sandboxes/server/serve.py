@@ -74,19 +74,19 @@ class SandboxServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
+        """Install no signal handlers."""
         yield
 
     def end(self) -> None:
-        """End the server soon."""
+        """Ask the server to stop, without waiting for its end."""
         self.should_exit = True
 
 
 async def serve_sandboxes(
     config: SandboxBase, host: str, port: int, token: str | None, bounds: ServerBounds, tell: Callable[[str], None]
 ) -> None:
-    """Serve sandboxes over HTTP until SIGINT or SIGTERM; limits in `config` replace those of memory and body size in
-    `bounds`.
+    """Serve sandboxes over HTTP until SIGINT or SIGTERM; the limits of memory and body size in `bounds` are replaced by
+    those of `config`.
 
     `tell` is called with the server's address once the server accepts requests.
 

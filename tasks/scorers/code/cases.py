@@ -27,7 +27,7 @@ from rollflow.tasks.scorers.code.guest import ASKS, DIFFERS
 
 LONGEST_REASON = 300  # largest number of characters of a failed program's output in a reason
 TESTS_SECONDS = 5.0  # seconds that tests may take in addition to the program's own time limit
-END_SECONDS = 1.0  # seconds to wait after failed tests until the program ends, to report its own failure
+END_SECONDS = 1.0  # seconds to wait after failed tests for the end of the program, whose own failure is then reported
 MOST_CALLS = 200  # largest number of calls that tests may make in sandboxes that cannot communicate
 MOST_ANSWERED = 2**24  # largest total length, in characters, of the answers to all calls of the tests
 LARGEST_TOLERANCE = 1e300
@@ -39,8 +39,8 @@ KEYS = ("assert", "call", "checker", "pytest", "stdin", "stdout")
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one test case; `end` says how the program ended. `share` is the share of passed tests, or None if
-    the case has no tests of its own.
+    """The result of one test case; `end` says how the program ended. `share` is the share of passed tests of a pytest
+    file, or None for any other form of test case.
     """
 
     passed: bool
@@ -51,7 +51,7 @@ class CaseResult:
 
     @property
     def value(self) -> float:
-        """The share of the case that counts in the reward, from 0 to 1."""
+        """The value of the case in the reward, from 0 to 1."""
         return float(self.passed) if self.share is None else self.share
 
 
@@ -98,8 +98,8 @@ class Tested:
         """Run the program in one sandbox and the tests in another sandbox.
 
         Raises:
-            SandboxFailed: a sandbox failed; or the tests, which are repeated in sandboxes that cannot communicate, made
-                different calls.
+            SandboxFailed: a sandbox failed, or the sandboxes cannot communicate and repeated tests made different
+                calls.
         """
         if Capability.CHANNEL not in sandboxes.capabilities:
             return await judge_by_turns(sandboxes, self, code, seconds)
@@ -116,8 +116,8 @@ async def run_beside(
     pair: tuple[Sandboxes, Sandboxes], code: str, tests: str, seconds: float, read: Callable[[ExecResult], CaseResult]
 ) -> CaseResult:
     """Run a program in a sandbox of the first kind, and its tests in a sandbox of the second kind, with a channel
-    between them. `read` returns the result of the case from the end of the tests. If the program has failed, the result
-    says how.
+    between them. `read` converts the result of the tests' process to the result of the case. If the case fails because
+    the program has failed, the result describes the program's failure.
 
     Raises:
         SandboxFailed: a sandbox failed.
@@ -196,8 +196,8 @@ def list_forms(row: Any) -> list[str]:
 
 
 def read_case(row: Any) -> Printed | Tested:
-    """Read one test case of a data row, except a pytest file; raise `ValueError` with a sentence if it has no valid
-    form.
+    """Read one test case of a data row, except a pytest file; raise `ValueError` with an explanation if the test case
+    has no valid form.
     """
     match list_forms(row):
         case ["stdin", "stdout"]:
@@ -221,7 +221,7 @@ def read_case(row: Any) -> Printed | Tested:
 
 
 def describe_failure(found: ExecResult) -> str:
-    """Say why a program failed."""
+    """Return the reason why a program failed, as text."""
     match found.end:
         case ProgramEnd.TIMEOUT:
             return f"it ran longer than {found.seconds:.1f} s"

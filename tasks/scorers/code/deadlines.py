@@ -10,9 +10,9 @@
     CaseAnchors    --anchors of the row, with each response-->   CaseClock --deadlines--> CodeScorer
     (reward actor) <--seconds of correct programs, early kills-- (worker)  <--seconds----
 
-A share of the programs that an adaptive deadline killed run again with T_max (`Rechecks`), which is not in the paper.
-If such a program passes, the kill was wrong: it is counted, and the deadline becomes longer, but no score changes. A
-request with `adapts = False`, as evaluations send, is scored with T_max.
+Unlike in the paper, a share of the programs that an adaptive deadline killed run again with T_max (`Rechecks`). If such
+a program passes, the kill was wrong: it is counted, and the deadline becomes longer, but no score changes. A request
+with `adapts = False`, as evaluations send, is scored with T_max.
 
 The scorer of programs reads its `CaseClock` from a context variable, because a composite scorer may call it, too.
 """
@@ -62,7 +62,7 @@ def read_reference_seconds(adaptive: AdaptiveDeadline, reference: Mapping[str, A
     Text from a CSV file is parsed; an empty text counts as missing.
 
     Raises:
-        ValueError: the row has no column `reference_column`, or its value is no positive number.
+        ValueError: the row has no column `reference_column`, or its value is not a positive number.
     """
     if (column := adaptive.reference_column) is None:
         return None
@@ -142,7 +142,7 @@ CLOCK: ContextVar[CaseClock | None] = ContextVar("the clock of the response that
 
 
 class Rechecks:
-    """Runs programs again that an adaptive deadline killed, one at a time, while the worker process is idle."""
+    """Repeats programs that an adaptive deadline killed, one at a time, while the worker process is idle."""
 
     def __init__(self, is_idle: Callable[[], bool], send: Callable[[DeadlineReport], None]) -> None:
         self._is_idle, self._send = is_idle, send
@@ -150,7 +150,7 @@ class Rechecks:
         self._running: asyncio.Task[None] | None = None
 
     def add(self, clock: CaseClock) -> None:
-        """Queue the test cases of a response that an adaptive deadline ended, so that they run again."""
+        """Queue another run of the test cases that an adaptive deadline ended; `clock` belongs to one response."""
         self._waiting.extend((clock.row, case, rerun) for case, rerun in clock.doubtful)
 
     def begin(self) -> None:

@@ -24,7 +24,8 @@ from threading import Lock
 from typing import Any, NoReturn
 
 CHANNEL = 3  # file descriptor of the socket between the two sandboxes of a test case
-# exit codes of the tests: a call has no recorded answer yet, or differs from the recorded call
+# exit code ASKS: the tests made a call whose answer is not recorded yet
+# exit code DIFFERS: the tests, which were run again, made another call than the recorded one
 ASKS, DIFFERS = 75, 76
 DEEPEST = 100  # deepest nesting of values that the tests and the program may exchange
 MOST_BITS = 10_000  # largest number of bits of an integer in decimal digits, of which Python reads at most 4,300
@@ -46,7 +47,7 @@ FORWARDED: dict[str, Any] = {
     "__str__": str,
 }
 FUNCTIONS = {**FORWARDED, ATTRIBUTE: getattr}
-TURN = Lock()  # lock of the test thread whose call the program answers
+TURN = Lock()  # held by the test thread whose call the program is answering
 
 
 def encode(value: Any, keep: Any, depth: int = 0) -> Any:
@@ -140,8 +141,8 @@ class Script:
 
 
 class Recording:
-    """Replaces the tests' channel to the program in a sandbox without channels: gives recorded answers, and ends at the
-    first call without one.
+    """Replaces the tests' channel to the program in a sandbox without channels: gives recorded answers, and ends the
+    process at the first call without a recorded answer.
 
     `calls` are the calls that were answered. The first answer belongs to no call and lists the names that the program
     defines.
@@ -171,7 +172,7 @@ class Recording:
 
 
 def answer_calls(code: str, name: str, calls: list[str]) -> None:
-    """Run the model's program and the calls in `calls`; print the last answer, or without calls the names that the
+    """Run the model's program and the calls in `calls`; print the last answer or, without calls, the names that the
     program defines.
     """
     script = Script(calls)
@@ -241,7 +242,7 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
         channel.write(json.dumps(sent).encode() + b"\n")
         channel.flush()
         line = channel.readline()
-    if not line:  # a test could catch any error, and so pass
+    if not line:  # the process exits, because a test could catch an error and pass
         sys.stderr.write("the program has ended\n")
         sys.stderr.flush()
         os._exit(1)

@@ -42,7 +42,7 @@ from rollflow.tasks.scorers.code.pytest_guest import BEGIN
 
 # pytest, and the packages that it imports
 PACKAGES = ("pytest", "_pytest", "iniconfig", "packaging", "pluggy", "py", "pygments")
-MODULE = "solution"  # name of the module that is the program
+MODULE = "solution"  # name under which the tests import the program
 START_SECONDS = 30.0  # seconds that the first test file may take
 PROBE_PROGRAM = "def f(): return 1"
 PROBE_TESTS = "from solution import f\n\n\ndef test_f():\n    assert f() == 1\n"
@@ -52,7 +52,7 @@ PROBE_TESTS = "from solution import f\n\n\ndef test_f():\n    assert f() == 1\n"
 class Testers:
     """Sandboxes in which pytest runs, with the paths of the packages of pytest inside them."""
 
-    __test__ = False  # no class of tests
+    __test__ = False  # tells pytest that this class contains no tests
 
     sandboxes: Sandboxes
     places: Mapping[str, str]
@@ -192,7 +192,7 @@ def find_file_fault(source: str) -> str | None:
 
 
 def read_case_of_any_form(row: Any) -> Case:
-    """Read one test case of a data row; raise `ValueError` with a sentence if the test case has no valid form."""
+    """Read one test case of a data row; raise `ValueError` with an explanation if its form is not valid."""
     return PytestFile(read_text(row, "pytest")) if list_forms(row) == ["pytest"] else read_case(row)
 
 

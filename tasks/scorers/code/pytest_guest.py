@@ -3,11 +3,11 @@
     pytest --the test functions call the program's functions--> `ask` of `guest`--> program, in a sandbox of its own
        |
        v
-    the last line of the output: the token of this run, and how many tests passed
+    the last line of the output: a random token, and how many tests passed
 
 No code of the model runs in the process of pytest, so a program can change neither pytest nor the result. The program
-does not know the token of the last line, so it cannot forge the result. When the program ends, this process writes its
-result and exits, because a test could catch any error and pass.
+does not know the random token, so it cannot forge the result. When the program ends, this process writes its result and
+exits, because a test could catch any error and pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PytestResults:
     """A plugin of pytest that counts the passed tests, and writes the result of the run.
 
     A test passes if its setup, its call and its teardown pass. A test that is skipped or fails as expected (`xfail`)
-    does not pass, because a program could be the reason.
+    does not count as passed, because the program could be the reason.
     """
 
     def __init__(self, token: str) -> None:
@@ -64,7 +64,7 @@ class PytestResults:
         self._errors: dict[str, str] = {}  # the first error of a test, or of the whole file
 
     def pytest_collection_finish(self, session: Any) -> None:
-        """Note the tests of the file."""
+        """Store the names of the tests in the file."""
         self._names = [item.nodeid for item in session.items]
 
     def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
@@ -72,7 +72,7 @@ class PytestResults:
         self._errors.setdefault(report.nodeid, f"{node.name}: {describe_error(call.excinfo.value)}")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note a phase of a test."""
+        """Record the outcome of a test's setup, call or teardown."""
         if report.outcome != "passed":
             self._failed.setdefault(report.nodeid, f"{report.nodeid.rpartition('::')[2]}: {report.outcome}")
         elif report.when == "teardown":
@@ -88,7 +88,7 @@ class PytestResults:
 
 
 class EndingChannel:
-    """The channel to the program, which ends the tests when the program ends."""
+    """A channel to the program that ends the tests when the program ends."""
 
     def __init__(self, channel: Any, results: PytestResults) -> None:
         self._channel, self._results = channel, results

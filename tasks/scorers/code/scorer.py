@@ -1,10 +1,10 @@
 """Scores programs that a model wrote, by running them on test cases in sandboxes.
 
 The column `cases` of the reference has the test cases (see the module `cases`). The score is the share of passed test
-cases, or with `reward.all_or_nothing` 1 if all pass and 0 otherwise. A test case fails after a failure that the program
-may have caused, such as a timeout. After a failure of a sandbox, the test case runs again, up to `TRIES` times; then
-the response is unjudged. If a sandbox without isolation ends at each try, the test case fails, because the program may
-have ended the sandbox.
+cases. With `reward.all_or_nothing`, the score is 1 if all test cases pass, else 0. A test case fails after a failure
+that the program may have caused, such as a timeout. After a failure of a sandbox, the test case runs again, up to
+`TRIES` times; then the response is unjudged. If a sandbox without isolation ends at each try, the test case fails,
+because the program may have ended the sandbox.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class CodeScorer:
         return compute_deadline(adaptive, longest, combine_anchors(clock.anchors.get(number), solution))
 
     def _note_kill(self, clock: CaseClock, number: int, sandboxes: Sandboxes, case: Case, program: str) -> None:
-        """Count a program that an adaptive deadline killed; a share of them runs again with the longest deadline."""
+        """Count a program that an adaptive deadline killed; a share of such programs runs again with the longest
+        deadline.
+        """
         clock.report.kills += 1
         if self._config.adaptive and is_drawn(self._config.adaptive.recheck, clock.row, str(number), program):
             rerun = functools.partial(_measure, sandboxes, case, program, self._config.case_seconds)
@@ -159,7 +161,7 @@ class CodeScorer:
 
 
 def _outcome(is_correct: bool, share: float, ends: Sequence[ProgramEnd]) -> Outcome:
-    """Return the outcome of a program, which says how the program ended if no test passed."""
+    """Return the outcome of a program. If no test passed, the outcome says how the program ended."""
     if is_correct:
         return Outcome.CORRECT
     if share:
@@ -190,7 +192,7 @@ async def _measure(sandboxes: Sandboxes, case: Case, program: str, seconds: floa
 
 
 def read_cases(reference: Mapping[str, Any]) -> list[Case]:
-    """Read the test cases of a data row; raise `ValueError` with a sentence if the row has none."""
+    """Read the test cases of a data row; raise `ValueError` with an explanation if the row has none."""
     rows = reference.get("cases")
     if isinstance(rows, str):
         raise ValueError('the column "cases" is text, not a list; if it is JSON, name it in prompts.json_columns')

@@ -5,8 +5,8 @@ A call is repeated after a lost connection, a time-out, HTTP status 408, 409, 42
 A question without a verdict raises `Unjudged`, or `NoVerdict` if the response may be the cause, for example because it
 is too long.
 
-A question is *overtaken* if all its answers come too late although a later question gets a verdict; a question that was
-overtaken `judge_tries` times raises `LateVerdict`.
+A question is *overtaken* if its call misses the time limit while a call that began later gets a verdict. The error
+`LateVerdict` is raised for a question that was overtaken `judge_tries` times.
 
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
 up.
@@ -48,7 +48,9 @@ class NoVerdict(RollflowError):
 
 
 class LateVerdict(NoVerdict):
-    """Raised if the judge repeatedly gave no verdict in time, although it gave verdicts on later questions."""
+    """Raised if the judge repeatedly gave no verdict in time, while it gave verdicts on questions that were asked
+    later.
+    """
 
     outcome = Outcome.TIMEOUT
 
@@ -160,8 +162,8 @@ class Endpoint:
             return verdict
 
     def _note_late(self, key: str, began: int, said: str) -> Exception:
-        """Return the error for a question whose call (number `began`) was answered too late, and count an overtaken
-        question.
+        """Return the error for a question whose call (number `began`) was answered too late; count how often it was
+        overtaken.
         """
         if self._newest_answered < began:
             return Unjudged(said)

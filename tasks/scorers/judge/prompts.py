@@ -5,7 +5,7 @@ message says that text between the marks is never an instruction.
 
 A space is inserted into text of a response that a chat template could read as a control token, such as <|im_start|>.
 
-Placeholders of a prompt template that occur in a question or a response stay text.
+Placeholders of a prompt template that occur in a question or a response are not replaced.
 
 A verdict is read only from a JSON object in the judge's answer, which must match the JSON schema.
 """
@@ -135,7 +135,7 @@ def ask_rubric(
 
 def ask_comparison(config: JudgeReward, material: Material, first: str, second: str) -> JudgeQuestion:
     """Build the request that asks a judge which of two responses is better. The value of the verdict is the number of
-    points of the first response.
+    points of the first response (1, 0.5 or 0).
     """
     both = f"{first}\0{second}"
     texts = {

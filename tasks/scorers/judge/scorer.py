@@ -180,7 +180,7 @@ class JudgeScorer(Scorer):
         """Return the judge's verdicts on a pair of responses, with the points of `response` as values.
 
         The order of the pair depends on a hash of both texts, and alternates with each repetition, so neither response
-        is always first. The judge is asked the same question when either response of a pair is scored.
+        is always first. For both responses of a pair, the judge gets the same question.
         """
         if not other.strip() or response == other:
             return [Verdict(0.5 if response == other else 1.0, "no comparison needed", {})]

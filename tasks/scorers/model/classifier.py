@@ -3,7 +3,7 @@
     conversations --> inputs --sorted by length--> batches of at most `max_batch` rows and `batch_tokens` tokens
                                                    --padded on the right, one forward pass each--> grades
 
-The weights are read only from safetensors files. A batch that does not fit into a GPU's memory is graded in halves.
+The weights are read only from safetensors files. A batch that does not fit into a GPU's memory is split into halves.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Classifier:
         """Load the model.
 
         Args:
-            section: The config section that error messages name. now: The time that the chat template reads, in seconds
-            since the Unix epoch.
+            section: The config section that error messages name.
+            now: The time that the chat template reads, in seconds since the Unix epoch.
 
         Raises:
             ConfigError: the reward model's folder cannot be used as the config section says.
@@ -70,7 +70,8 @@ class Classifier:
         return [grades[place] for place in range(len(conversations))]
 
     def try_out(self) -> None:
-        """Grade a short conversation and, unless the limit is large, an input of the largest length.
+        """Grade a short conversation. If the input limit is at most `TRIED_TOKENS` tokens, also grade an input of that
+        length.
 
         Raises:
             ConfigError: the model cannot grade an input, or the grade is not a finite number.

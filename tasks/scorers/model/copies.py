@@ -36,7 +36,7 @@ class ModelCopies(Protocol):
     """The copies of a reward model, numbered from 0."""
 
     async def start(self) -> None:
-        """Start the copies of the reward model, unless another process does."""
+        """Start the copies of the reward model, unless another process starts them."""
 
     async def wait_ready(self, number: int) -> None:
         """Wait until copy `number` has loaded the model; raise `ModelAway` if the copy is not available."""

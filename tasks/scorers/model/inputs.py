@@ -1,7 +1,8 @@
-"""Writes a prompt and a response as the input of a reward model.
+"""Converts a prompt and a response to the input of a reward model.
 
-With a chat template, the input is the rendered conversation, with the response as the answer. Without a chat template,
-the input is a pair of texts: prompt and response. The text of a special token in a response becomes ordinary tokens.
+With a chat template, the input is the rendered conversation, with the response as the assistant's message. Without a
+chat template, the input is a pair of texts: prompt and response. The text of a special token in a response becomes
+ordinary tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 from rollflow.storage.errors import ConfigError
 
 Conversation = tuple[Sequence[Mapping[str, str]], str]  # a prompt's chat messages, and the response
-MARK = "[7f3a: the response stands here]"  # text that no prompt contains
+# text that no prompt contains; it replaces the response while the chat template is rendered
+MARK = "[7f3a: the response stands here]"
 UNLIMITED = 10**9  # a larger limit in a tokenizer's config means that there is no limit
 
 
@@ -32,15 +34,15 @@ class GraderInput(NamedTuple):
 
 
 class InputWriter:
-    """Writes conversations as inputs of a reward model."""
+    """Converts conversations to inputs of a reward model."""
 
     def __init__(self, folder: Path, longest: int | None, cut: Literal["start", "end"], now: float = 0.0) -> None:
         """Open the tokenizer in `folder`.
 
         Args:
-            longest: The largest number of tokens of an input; None means no limit. cut: The end of the input where
-            tokens are cut off if the input is longer. now: The time that the chat template reads, in seconds since the
-            Unix epoch.
+            longest: The largest number of tokens of an input; None means no limit.
+            cut: The end of the input at which tokens are cut off if the input is longer.
+            now: The time that the chat template reads, in seconds since the Unix epoch.
         """
         from transformers import AutoTokenizer
 
@@ -61,7 +63,7 @@ class InputWriter:
         return int(max(self._tokenizer.get_vocab().values()))
 
     def write(self, conversation: Conversation) -> GraderInput:
-        """Write a prompt and a response.
+        """Convert a prompt and a response to an input.
 
         Raises:
             ConfigError: the chat template rejects the prompt or omits the response.

@@ -5,8 +5,9 @@
                  +--- responses of a call that failed
 
 - After a failed call, the responses are sent again until a copy answers, because no response can cause a failure.
-- A response with a grade that is not finite, such as NaN, is unjudged. If the copy gave other responses finite grades
-  at the same time, `judge_tries` times, the response itself is the cause and is unparsable.
+- The grade of a response is the model's logit or probability. A response with a grade that is not finite, such as NaN,
+  is unjudged. If this happens `judge_tries` times while the copy gives other responses finite grades, the response
+  itself is the cause, and it is unparsable.
 - If no call runs and no score has come for `deadline_seconds`, the queued responses are unjudged.
 """
 
@@ -67,7 +68,7 @@ class ModelScorer(Scorer):
         self._config, self._decode, self._copies = config, decode, copies
         self._waiting = deque[GradingJob]()
         self._news = asyncio.Event()
-        self._calls = 0  # number of calls that run
+        self._calls = 0  # number of running calls
         self._moved = -math.inf  # time of the last score
         self._known: Conversation | None = None  # the newest response with a finite grade
         self._lowest = 0.0  # the lowest value of a response so far, at most 0
@@ -199,12 +200,12 @@ def compute_value(config: ModelReward, grade: Grade) -> float:
 
 
 def is_odd(config: ModelReward, grade: Grade) -> bool:
-    """Return whether a grade exists, but leads to a reward that cannot be stored."""
+    """Return whether grading succeeded, but the reward is not a finite float32 number."""
     return not grade.fault and not abs(compute_value(config, grade)) <= LARGEST  # also true for NaN
 
 
 def is_number(config: ModelReward, grade: Grade) -> bool:
-    """Return whether a grade gives a reward that can be stored."""
+    """Return whether grading succeeded and the reward is a finite float32 number."""
     return not grade.fault and not is_odd(config, grade)
 
 

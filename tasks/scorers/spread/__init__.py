@@ -1,7 +1,7 @@
-"""Spreads the responses of a run over several places that score: the reward actor, and its helpers on other nodes.
+"""Distributes the scoring of a run's responses over the reward actor and its helpers (further reward actors).
 
-spread     the scorer that sends each response to the place with the fewest waiting responses
-follower   decides the number of places from the queue of responses
-members    starts, watches and ends the members of a fleet
-fleet      the fleet of the helpers
+spread     the scorer that sends each response to the reward actor or helper with the fewest waiting responses
+follower   decides from the queue of responses how many of these actors a run needs
+members    starts, watches and ends the members of a fleet (actors that share work)
+fleet      starts, watches and ends the helpers
 """

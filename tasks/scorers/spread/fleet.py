@@ -20,7 +20,7 @@ EXCHANGE_SECONDS = 2.0  # seconds between two calls of `Helper.exchange`
 
 
 class Helper(FleetLink, Protocol):
-    """A place that scores responses for the reward actor."""
+    """A further reward actor, which scores responses for the run's reward actor."""
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
         """Begin to score responses; each future raises `PlaceLost` if the helper is lost."""
@@ -46,7 +46,7 @@ class HelperFleet(MemberFleet[Helper, ScoringPlace]):
         self._spread, self._follower = spread, follower
 
     def _decide(self, now: float) -> int:
-        """Return the wanted number of helpers, without the reward actor itself."""
+        """Return the number of helpers that the queue needs, without the reward actor itself."""
         return self._follower.decide(now, self._spread.count_wanted()) - 1
 
     def _open(self, member: FleetMember[Helper, ScoringPlace]) -> ScoringPlace:
@@ -57,7 +57,7 @@ class HelperFleet(MemberFleet[Helper, ScoringPlace]):
         return place
 
     async def _watch(self, member: FleetMember[Helper, ScoringPlace], place: ScoringPlace) -> None:
-        """Exchange with a helper until it has nothing to score and is no longer needed."""
+        """Exchange times and counters with a helper until the helper has nothing to score and is no longer needed."""
         while True:
             was_idle = place.idle
             await member.link.exchange()
@@ -74,7 +74,7 @@ class HelperFleet(MemberFleet[Helper, ScoringPlace]):
         self._spread.remove(place)
 
     def _share_work(self) -> None:
-        """Send responses from the queue to places, but not to helpers that are about to end."""
+        """Send responses from the queue to the reward actor and to helpers, except helpers that are about to end."""
         for member in self._members:
             if member.place and not member.place.lost.is_set():
                 member.place.open = member.stays

@@ -1,7 +1,7 @@
-"""Decides how many reward actors or environment actors a run needs, from the responses or episodes that need them.
+"""Decides how many reward actors or environment actors a run needs, from the number of responses or episodes.
 
-    in the last `grow_seconds`, more actors were always needed   -> as many as were always needed
-    in the last `idle_seconds`, fewer actors were always needed  -> as many as were needed at most
+    all through the last `grow_seconds`, more actors were needed than run    -> the smallest number needed in this time
+    all through the last `idle_seconds`, fewer actors were needed than run   -> the largest number needed in this time
 
 A short burst starts no actor, and a short pause ends none.
 """
@@ -18,10 +18,10 @@ class QueueFollower:
         self._least, self._most = least, most
         self._grow_seconds, self._idle_seconds = grow_seconds, idle_seconds
         self.count = least
-        self._seen = deque[tuple[float, int]]()  # time, and the number of actors that were needed at this time
+        self._seen = deque[tuple[float, int]]()  # pairs of a time and the number of actors that were needed then
 
     def decide(self, now: float, wanted: int) -> int:
-        """Return the number of actors.
+        """Return the number of actors that the run should have now.
 
         Args:
             now: time in seconds, of any clock that never goes back.

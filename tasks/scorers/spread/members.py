@@ -1,10 +1,10 @@
-"""Starts, watches and ends the members of a fleet, as many as the work of the fleet needs.
+"""Starts, watches and ends the members of a fleet (actors that share work); the amount of work decides their number.
 
     decide --> fewer members than wanted: start one --> watch --> end
            `-> more than wanted: the newest ones get no more work, and end once their work is done
 
-- `FleetLink.end` is called for each member whose start was begun, so nothing of a member remains.
-- A lost member is replaced, after a pause that doubles while members are lost soon after their start.
+- `FleetLink.end` is called for each member whose start was begun, so no process of a member remains.
+- A lost member is replaced after a pause. The pause doubles each time a member is lost soon after its start.
 - A member that is about to end continues if the work grows again.
 """
 
@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rollflow.storage.errors import RollflowError
 
-LOOK_SECONDS = 1.0  # seconds between two looks at the amount of work
+LOOK_SECONDS = 1.0  # seconds between two checks of the amount of work
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between the loss of a member and the start of another one
 
 
@@ -54,7 +54,7 @@ class FleetMember(Generic[Link, Place]):
 class MemberFleet(Generic[Link, Place]):
     """Keeps as many members running as the work needs. A subclass distributes the work."""
 
-    loss = "a member is lost"  # begin of the warning about a lost member
+    loss = "a member is lost"  # beginning of the warning about a lost member
 
     def __init__(self, build: Callable[[], Link], warn: Callable[[str], None]) -> None:
         """Create the fleet without members; `build` creates the connection to a member that is not started yet."""
@@ -82,11 +82,11 @@ class MemberFleet(Generic[Link, Place]):
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _decide(self, now: float) -> int:
-        """Return the wanted number of members at a time in seconds."""
+        """Return the number of members that the work needs at the time `now`, in seconds."""
         raise NotImplementedError
 
     def _open(self, member: FleetMember[Link, Place]) -> Place:
-        """Return the place of a member that has started."""
+        """Return the object that receives the work of a member that has started."""
         raise NotImplementedError
 
     async def _watch(self, member: FleetMember[Link, Place], place: Place) -> None:
@@ -94,7 +94,7 @@ class MemberFleet(Generic[Link, Place]):
         raise NotImplementedError
 
     def _close(self, place: Place) -> None:
-        """Let the work of a member that ends fail with `PlaceLost`."""
+        """Let the unfinished work of a member that ends fail with `PlaceLost`."""
         raise NotImplementedError
 
     def _share_work(self) -> None:
@@ -102,7 +102,7 @@ class MemberFleet(Generic[Link, Place]):
         raise NotImplementedError
 
     def _note_loss(self, reason: str) -> None:
-        """Do what follows from the loss of a member, which is already removed."""
+        """React to the loss of a member, which is already removed from the fleet."""
 
     def _follow(self, now: float) -> None:
         wanted = self._decide(now)

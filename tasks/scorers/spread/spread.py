@@ -1,11 +1,12 @@
-"""A scorer that sends each response to the place with the smallest load: the run's own scorer, or a helper.
+"""A scorer that sends each response to the place with the smallest load. A *place* is the run's own scorer or a helper.
 
     submit() --> queue of each scorer --the place with the smallest load--> home: the scorer of the reward actor
                        ^                                              `---> a helper, perhaps on another node
                        `------- the responses of a lost helper <-----------'
 
 - Every response gets exactly one score, although helpers may be lost at any time.
-- A place gets only as many responses as it can probably score within `AHEAD_SECONDS`; the others wait in the queue.
+- A place gets only as many responses as it can probably score within `AHEAD_SECONDS`; other responses wait in the
+  queue.
 - Only responses of a lost helper are sent again; after two lost helpers, the run's own scorer scores the response.
 - Responses for a judge or a reward model are never sent to helpers.
 """
@@ -34,7 +35,8 @@ Submit = Callable[[Sequence[ScoreRequest]], list["asyncio.Future[Score]"]]
 
 
 class ScoringPlace:
-    """A place that scores responses. `loads` has the number of its responses without a score, by scorer.
+    """The run's own scorer or a helper, to which responses are sent. `loads` maps names of scorers to the number of the
+    place's responses that have no score yet.
 
     A place gets no more responses if it is not `open`. `lost` is set when the place can return no more scores.
     """
@@ -63,8 +65,8 @@ class ScoringPlace:
 
 
 def choose_place(places: Iterable[ScoringPlace], scorer: str, slots: int) -> ScoringPlace | None:
-    """Return the open place with the smallest load, the first if several are equal; return None if no place has
-    room.
+    """Return the open place with the smallest load, or None if no place has room. Of places with equal loads, return
+    the first.
     """
     free = [place for place in places if place.open and place.count_room(scorer, slots) > 0]
     return min(free, key=lambda place: place.loads[scorer], default=None)
@@ -72,7 +74,7 @@ def choose_place(places: Iterable[ScoringPlace], scorer: str, slots: int) -> Sco
 
 @dataclass(eq=False, slots=True)
 class SpreadJob:
-    """A response that waits for its score; `losses` counts the helpers that were lost with it."""
+    """A response that waits for its score; `losses` counts the helpers that were lost while they scored it."""
 
     request: ScoreRequest
     arrival: int
@@ -91,7 +93,8 @@ class SpreadScorer(Scorer):
         self.home = ScoringPlace(own.submit)
         self._helpers = list[ScoringPlace]()
         self._queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}  # sorted by arrival
-        # responses that only the run's own scorer may score, in a queue of their own, so that helpers do not wait
+        # queues of responses that only the run's own scorer may score; such a response must not delay responses for
+        # helpers
         self._home_queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}
         self._unscored = Counter[str]()  # responses of each scorer that have no score yet
         self._arrivals = itertools.count()
@@ -99,14 +102,14 @@ class SpreadScorer(Scorer):
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
-        """The counters of the own scorer, plus the scores of helpers, without the helpers' busy time."""
+        """The counters of the run's own scorer, plus the numbers of scores and time-outs of helpers; busy time is the
+        own scorer's.
+        """
         own, helped = self._own.usage, self._helped
         return ScorerUsage(own.scored + helped.scored, own.timeouts + helped.timeouts, own.busy_seconds)
 
     def count_wanted(self) -> int:
-        """Return the number of places, including the own scorer, whose slots the responses without a score would
-        fill.
-        """
+        """Return how many places, including the run's own scorer, the responses without a score would fill."""
         return max((math.ceil(self._unscored[name] / slots) for name, slots in self._slots.items()), default=1)
 
     def add(self, place: ScoringPlace) -> None:
@@ -121,7 +124,7 @@ class SpreadScorer(Scorer):
             self._helpers.remove(place)
 
     async def start(self) -> None:
-        """Start the own scorer."""
+        """Start the run's own scorer."""
         await self._own.start()
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
@@ -187,21 +190,21 @@ class SpreadScorer(Scorer):
             job.future.set_result(done.result())
 
     async def serve(self, finished: asyncio.Event) -> None:
-        """Wait until `finished` is set, then close the own scorer.
+        """Wait until `finished` is set, then close the run's own scorer.
 
         Raises:
-            ConfigError: the own scorer can score no response at all.
+            ConfigError: the run's own scorer can score no response at all.
         """
         await self._own.serve(finished)
 
     async def close(self) -> None:
-        """Close the own scorer."""
+        """Close the run's own scorer."""
         await self._own.close()
 
 
 def list_slots(scorer: Scorer, names: Iterable[str]) -> dict[str, int]:
     """Map each scorer with worker processes to the number of responses that it scores at the same time. `scorer` was
-    built from the run's scorers, which `names` lists.
+    built from the run's scorers; `names` are their names.
     """
     scorers = scorer.scorers if isinstance(scorer, RoutedScorer) else dict.fromkeys(names, scorer)
     return {name: one.slots for name, one in scorers.items() if one.slots}

@@ -1,8 +1,8 @@
 r"""The verifier `choice`, which scores responses to multiple-choice questions.
 
 The verifier searches a response in this order: a marked answer such as `\boxed{B}`, a phrase such as "Answer: B", the
-whole response or its last line, a letter in parentheses. A response is unparsable if the first place with a choice
-names several letters.
+whole response or its last line, a letter in parentheses. The first of these that contains a choice decides. If it names
+several letters, the response is unparsable.
 
 The column `answer` of a data row is the letter or the text of the right option. The optional column `options` of a data
 row has the texts of A, B, C and so on, as a list or as an object.
@@ -32,7 +32,7 @@ ALONE = re.compile(r"\(?([A-Za-z])(?:[).:,]|$)\)?\s*(.*)", re.DOTALL)
 
 
 def choose(response: str, reference: Mapping[str, Any]) -> Score:
-    """Compare the letter that a response chooses with the letter of the reference."""
+    """Compare the letter that a response chooses with the letter of the right option."""
     options = read_options(reference)
     gold = find_gold(reference)
     found = find_letters(response, options)
@@ -79,7 +79,9 @@ def find_gold(reference: Mapping[str, Any]) -> str:
 
 
 def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
-    """Return the letters of the options that a response chooses, several if the response does not decide."""
+    """Return the letters of the options that a response chooses; several letters mean that the response does not
+    decide.
+    """
     if (marked := find_marked(response)) is not None:
         return _read_choice(marked, options) or _in_parentheses(marked, options)
     phrases = set[str]()
@@ -97,8 +99,8 @@ def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _read_choice(text: str, options: Mapping[str, str]) -> set[str]:
-    """Return the letters that a text chooses as a whole, such as a letter, several letters, or the text of an
-    option.
+    """Return the letters that a text chooses if the whole text is a choice: a letter, several letters, or the text of
+    an option.
     """
     text = _clean(text)
     said = _plain(text)

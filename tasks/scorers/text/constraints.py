@@ -1,8 +1,9 @@
-"""Checks of the constraints in the IFEval benchmark (Zhou et al. 2023, arXiv 2311.07911), by their names in the
-published data set.
+"""Checks whether a response follows the constraints of the IFEval benchmark (Zhou et al. 2023, arXiv 2311.07911). The
+constraints have the names of the published data set.
 
 Each check gets a non-empty response and the arguments of the data row, and returns whether the response follows the
-constraint. The checks of capital and of small letters read only letters, because langdetect skips words in capitals.
+constraint. The checks of capital and small letters do not detect the language of the response, because langdetect skips
+words in capitals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The verifier `instructions`, which checks whether a response follows constraints, as in the IFEval benchmark.
 
 A data row has IFEval's columns: `instruction_id_list` with names of constraints, and `kwargs` with an object of
-arguments for each. The score is the share of constraints that the response follows, or with `reward.strict` 1 if it
-follows all and 0 otherwise.
+arguments for each constraint. The score is the share of constraints that the response follows. With `reward.strict`,
+the score is 1 if the response follows all constraints, else 0.
 """
 
 from __future__ import annotations

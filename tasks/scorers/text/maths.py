@@ -6,7 +6,8 @@ r"""The verifier `maths`, which compares the final answer of a response with the
 Answers with equal values are equal, for example `1/2`, `\frac{1}{2}`, `0.5` and `50\%`, or `x(x+1)` and `x^2+x`. Units
 are not compared.
 
-An answer that cannot be compared within `reward.deadline_seconds`, such as `10^{10^{10}}`, ends as a timeout.
+A response whose answer cannot be compared within `reward.deadline_seconds`, such as `10^{10^{10}}`, gets the outcome
+"timeout".
 
 A response without an answer, or with a too long answer, is unparsable.
 """
@@ -37,8 +38,8 @@ from rollflow.tasks.scorers.text.maths_text import (
 
 LONGEST = 1000  # largest number of characters of an answer
 MOST_DIGITS = 500  # largest number of digits of a number in an answer
-DEEPEST = 24  # deepest nesting of braces in an answer
-LONGEST_BARE = 200  # largest number of characters of a response that is an answer as a whole
+DEEPEST = 24  # deepest nesting of brackets in an answer
+LONGEST_BARE = 200  # largest number of characters of a response that consists of the answer alone
 TAIL = 1000  # number of characters at the end of a response in which an unmarked answer is searched
 LONGEST_SHOWN = 60  # largest number of characters of an answer in a score's reason
 PRECISION = 15  # number of significant digits to which numbers are computed for comparison
@@ -151,8 +152,8 @@ def _verify(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bo
 
 
 def _has_tiny_numbers(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bool:
-    """Return whether `answer` contains each number of `gold` that rounds to 0, to `decimals` significant digits,
-    because math-verify treats all tiny numbers as equal.
+    """Compare numbers that round to 0, because math-verify treats all such numbers as equal. Return whether `answer`
+    contains each such number of `gold`, equal in `decimals` significant digits.
     """
     limit = 10.0**-decimals
     tiny = [number for part in gold for number in _list_numbers(part) if 0 < abs(number) < limit]

@@ -49,7 +49,7 @@ WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operato
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .,-]*")
 # A number with words after it, such as "42 apples" or "10 m/s".
 MEASURED = re.compile(r"([^A-Za-z\\]*\d[^A-Za-z\\]*?)\s*([A-Za-z][A-Za-z. ]*(?:/\s*[A-Za-z]+)?(?:\^?\{?[23]\}?)?)")
-NO_UNIT = re.compile(  # words after a number that are no unit, because they change its value
+NO_UNIT = re.compile(  # words that are not a unit, because they change the value of the number
     r"\b(?:and|or|to|by|over|plus|minus|times|divided|squared|cubed|half|halves|thirds?|quarters?|hundred|thousand|"
     r"[mb]illion|trillion|dozen|score|percent|pi|sqrt|mod|choose|base|root|factorial|more|less|than|not|if|where|"
     r"sin|cos|tan|log|ln|exp|infinity|inf)\b",
@@ -60,7 +60,7 @@ BASE = re.compile(r"_\s*\{?\s*(\d+)\s*\}?$")
 
 
 def normalise_prose(text: str) -> str:
-    """Rewrite the digits, dashes, spaces and mixed numbers of a text in ASCII, but not in formulas."""
+    """Rewrite the digits, dashes, spaces and mixed numbers of a text in ASCII, without LaTeX."""
     return MIXED.sub(r"(\1+\2/\3)", _write_digits(text).translate(str.maketrans(PLAIN)))
 
 

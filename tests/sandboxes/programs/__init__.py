@@ -1,4 +1,4 @@
-"""Hostile programs, by kind. A program prints `ESCAPED` and what it reached, if it reached what it must not reach."""
+"""Lists all hostile programs. If a program reaches something forbidden, it prints `ESCAPED` and what it reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of a hostile program, and what all of them may use."""
+"""Defines the class `Hostile` of hostile programs, and the code that all hostile programs share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def forks(count, action):
 
 @dataclass(frozen=True)
 class Hostile:
-    """A program that tries to do harm. `seconds` is its deadline; short if the program only waits."""
+    """A program that tries to do harm. `seconds` is its deadline, which is short if the program only waits."""
 
     name: str
     code: str
@@ -52,10 +52,10 @@ class Hostile:
 
     @property
     def varies(self) -> bool:
-        """True if the program may reach other things as a command, or as another user."""
+        """True if the program may have another effect when it runs as a command or as another user."""
         return self.seconds >= 1 and any(word in self.code for word in ("/proc/", "refused", "fork", "call("))
 
     @property
     def source(self) -> str:
-        """The program with what it may use."""
+        """The code of the program after the code that all hostile programs share."""
         return PRELUDE + self.code

@@ -1,4 +1,6 @@
-"""Programs that try to reach files of the host, of another sandbox or of their keeper."""
+"""Programs that try to reach files of the host, of another sandbox, or of the keeper (the process that supervises a
+sandbox).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that try to pass tests by other means than right answers, each with a case that it must fail."""
+"""Programs that try to pass tests by other means than right answers, each with a test case that it must fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = """send('{"f": {"remote": 0}, "g": {"remote": 1}}\\n')\n"""
 
 @dataclass(frozen=True)
 class Forgery:
-    """A program and the case that it tries to pass."""
+    """A program, and the test case that it tries to pass without a right answer."""
 
     name: str
     code: str

@@ -1,10 +1,10 @@
-"""Programs that ask the kernel for what a program of a model does not need."""
+"""Programs that make system calls that a program written by a model does not need."""
 
 from __future__ import annotations
 
 from tests.sandboxes.programs.base import Hostile
 
-GROUPS = {  # numbers of x86-64
+GROUPS = {  # groups of system calls with their numbers on x86-64
     "tracing": "ptrace 101 process_vm_readv 310 process_vm_writev 311 kcmp 312 pidfd_getfd 438 pidfd_send_signal 424",
     "settings": "syslog 103 acct 163 swapon 167 swapoff 168 reboot 169 sethostname 170 setdomainname 171 quotactl 179",
     "modules": "init_module 175 delete_module 176 finit_module 313 kexec_load 246 kexec_file_load 320 bpf 321",

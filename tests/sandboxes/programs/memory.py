@@ -1,4 +1,4 @@
-"""Programs that try to hold more memory than the sandbox has. `HELD` bytes are far more than its limit."""
+"""Programs that try to hold more memory than the sandbox allows. `HELD`, a number of bytes, is far above the limit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MEMORY = (
         "        if libc.vmsplice(w, struct.pack('PN', start, 1), 1, 2) != 1: sys.exit('refused')\n"
         "        libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(2 * size)); hold(size)",
     ),
-    _memory(  # a socket counts one byte, and holds the whole page after the file has lost it
+    _memory(  # the kernel charges a socket one byte, but the socket keeps the whole page after the file was truncated
         "pages given to a socket",
         "f = os.open('f', os.O_RDWR | os.O_CREAT); r, w = os.pipe(); kept = []\ntry:\n    while True:\n"
         "        a, b = socket.socketpair(); kept += [a, b]; a.setblocking(False)\n"

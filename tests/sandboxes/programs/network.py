@@ -1,4 +1,4 @@
-"""Programs that try to reach a network, or another sandbox by a socket."""
+"""Programs that try to reach a network, or to reach another sandbox through a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that try to confuse or to fill the pipes of their output."""
+"""Programs that try to disturb or to fill the pipes through which their output is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that play with the interpreter: with its end, its state, its texts and what it inherited."""
+"""Programs that attack the Python interpreter: its shutdown, its state, its texts, and what it inherited."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ PYTHON = (
         "    except OSError: pass",
     ),
     Hostile(
-        "descriptors sent away",  # a user may have few of them on their way, in all sandboxes together
+        "descriptors sent away",  # the kernel limits a user's descriptors in transit, for all sandboxes together
         "a, b = socket.socketpair()\nfails(socket.send_fds, a, [b'x'], [a.fileno(), b.fileno()])\n"
         "fails(a.sendmsg, [b'x'])",
     ),
