@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,3 +56,15 @@ def publish(rows: Sequence[Row], title: str, file: Path | None) -> None:
     Console(width=110).print(table)
     if file:
         file.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+
+
+def run_cases(doc: str, cases: Mapping[str, Callable[[], Iterable[Row]]], title: str) -> None:
+    """Run the cases that the command line chooses by `--only` (default: all), and print their table."""
+    parser = arguments(doc.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=cases, default=list(cases))
+    options, rows = parser.parse_args(), list[Row]()
+    for name in options.only:
+        began = time.perf_counter()
+        rows += cases[name]()
+        print(f" {name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    publish(rows, title, options.json)

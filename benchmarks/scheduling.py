@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import BatchRun, WholeGroupRun
 from benchmarks.defaults import defaults
-from benchmarks.report import Row, arguments, at_least, at_most, publish
+from benchmarks.report import Row, at_least, at_most, run_cases
 from benchmarks.workloads import (
     CAP,
     MEDIAN,
@@ -269,18 +267,5 @@ CASES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def main() -> None:
-    """Simulate and print the table."""
-    options = arguments(__doc__.splitlines()[0])
-    options.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    chosen = options.parse_args()
-    rows: list[Row] = []
-    for name in chosen.only:
-        began = time.perf_counter()
-        rows += CASES[name]()
-        print(f" {name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    publish(rows, "scheduling, simulated", chosen.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, CASES, "scheduling, simulated")

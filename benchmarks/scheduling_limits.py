@@ -17,15 +17,13 @@ generated, then scored, then trained on.
 from __future__ import annotations
 
 import asyncio
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines import BatchRun
-from benchmarks.report import Row, arguments, at_least, at_most, publish
+from benchmarks.report import Row, at_least, at_most, run_cases
 from benchmarks.workloads import UNBIASED, changed, of_128, ran, recipe
 from rollflow.flows.config import load_hardware
 from rollflow.tasks.engines.lengths import draw_prompt_number
@@ -224,18 +222,5 @@ def _gain(case: str, config: RunConfig, cap: int, synchronous: float) -> Iterato
 CASES: dict[str, Callable[[], Iterator[Row]]] = {"shares": shares, "tail": tail}
 
 
-def main() -> None:
-    """Simulate and print the table."""
-    options = arguments(__doc__.splitlines()[0])
-    options.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    chosen = options.parse_args()
-    rows: list[Row] = []
-    for name in chosen.only:
-        began = time.perf_counter()
-        rows += CASES[name]()
-        print(f" {name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    publish(rows, "limits of scheduling, simulated", chosen.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, CASES, "limits of scheduling, simulated")

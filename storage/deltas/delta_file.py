@@ -27,6 +27,7 @@ import numpy as np
 
 from rollflow.storage.deltas.changes import (
     EncodedChanges,
+    Numbers,
     Positions,
     decode_positions,
     decode_steps,
@@ -56,11 +57,22 @@ class DeltaChunk:
         """The byte after the chunk's last byte."""
         return self.start + self.count * self.width
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the chunk is stored whole."""
+        return isinstance(self.changes, bytes)
+
     def positions(self) -> Positions:
         """Return the positions of the changed elements in the chunk, in ascending order."""
         if isinstance(self.changes, bytes):
             return np.arange(self.count, dtype=np.int64)
         return decode_positions(self.changes, self.count)
+
+    def numbers(self) -> Numbers:
+        """Return the steps of the changed elements, modulo 2^bits; of a chunk that is stored whole, the new elements."""
+        if isinstance(self.changes, bytes):
+            return np.frombuffer(self.changes, unsigned_type(self.width)).copy()  # an array that can be written
+        return decode_steps(self.changes, self.width)
 
     def apply(self, target: memoryview) -> None:
         """Change the chunk's bytes in the parent's file `target` to the bytes of the resulting file."""
@@ -69,7 +81,7 @@ class DeltaChunk:
         elif self.changes.changed:
             # These functions are called first: an error in them would keep `elements` alive, and a file in use cannot
             # be closed.
-            where, steps = self.positions(), decode_steps(self.changes, self.width)
+            where, steps = self.positions(), self.numbers()
             elements = np.frombuffer(target, unsigned_type(self.width), self.count, self.start)
             elements[where] += steps
 

@@ -4,8 +4,8 @@
     deltas/00000010/model.safetensors.delta       the deltas that led to this file
     deltas/00000011/model.safetensors.delta
 
-An engine with version 9 or 10 needs to load only the changed elements. The deltas say which elements changed. The new
-values are read from the weight file, whose sha256 was checked.
+An engine with version 9 or 10 needs to change only the changed elements. The sha256 of each delta was checked. The
+weight file itself is not read, because the changed elements lie on nearly every page of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollflow.storage.deltas.changes import Numbers, Positions, unsigned_type
+from rollflow.storage.deltas.changes import Numbers, Positions
 from rollflow.storage.deltas.delta_file import DeltaChunk, read_delta
 from rollflow.storage.deltas.elements import TensorPlace, list_tensors
 from rollflow.storage.objects.disk import map_file
@@ -28,12 +28,17 @@ FOLDER = "deltas"
 
 @dataclass(frozen=True, slots=True)
 class ChangedTensor:
-    """The changed elements of a tensor: their positions in the flattened tensor, and the bits of their new values."""
+    """The changed elements of a tensor: their positions in the flattened tensor, and what happens to their bits.
+
+    The bits of an element are an unsigned integer, to which a number is added, modulo 2^bits (see `changes`). If the
+    numbers have one byte although the tensor's elements have more, the positions are those of bytes.
+    """
 
     name: str
     dtype: str  # name of the data type in the safetensors file, for example "BF16"
     positions: Positions
-    values: Numbers
+    numbers: Numbers
+    replaces: bool  # True if the numbers are the new bits, and nothing is added
 
 
 def keep_delta(folder: Path, version: int, file: str, data: memoryview) -> None:
@@ -72,26 +77,25 @@ def list_changes(folder: Path, before: int, after: int) -> Iterator[ChangedTenso
 
 
 def _read_changes(file: Path, deltas: list[Path]) -> Iterator[ChangedTensor]:
-    data = map_file(file)
-    places = list_tensors(data)
+    places = list_tensors(map_file(file))
     for path in deltas:
         for chunk in read_delta(map_file(path)).chunks:
-            yield from _split(chunk, places, data)
+            yield from _split(chunk, places)
 
 
-def _split(chunk: DeltaChunk, places: list[TensorPlace], data: memoryview) -> Iterator[ChangedTensor]:
+def _split(chunk: DeltaChunk, places: list[TensorPlace]) -> Iterator[ChangedTensor]:
     """Divide the changed elements of a chunk among the tensors."""
-    where = chunk.start + chunk.positions() * chunk.width
+    where, numbers = chunk.positions(), chunk.numbers()
     for place in places:
         if place.end <= chunk.start or chunk.end <= place.start:
             continue
-        inside = where[np.searchsorted(where, place.start) : np.searchsorted(where, place.end)]
-        if len(inside):
-            positions = (inside - place.start) // place.width
-            elements = np.frombuffer(
-                data, unsigned_type(place.width), (place.end - place.start) // place.width, place.start
-            )
-            yield ChangedTensor(place.name, place.dtype, positions, elements[positions])
+        begin, rest = divmod(place.start - chunk.start, chunk.width)  # negative if the tensor begins before the chunk
+        if rest:
+            raise ValueError(f"a chunk of the delta begins inside of an element of the tensor {place.name}")
+        first, last = np.searchsorted(where, (begin, (place.end - chunk.start) // chunk.width))
+        if first < last:
+            inside = slice(first, last)
+            yield ChangedTensor(place.name, place.dtype, where[inside] - begin, numbers[inside], chunk.is_whole)
 
 
 def _path(folder: Path, version: int, file: str) -> Path:

@@ -1,8 +1,8 @@
-"""Loads only those elements of a model's parameters that changed since an earlier policy version.
+"""Changes only those elements of a model's parameters that changed since an earlier policy version.
 
-The folder of a policy version's weights may contain deltas, which say which elements changed (see
-`storage.deltas.update_folder`). The new values come from the folder's weight files, so the model has the same bits as
-after a load of all weights.
+The folder of a policy version's weights may contain deltas, which say what to add to the bits of which elements (see
+`storage.deltas.update_folder`). The parameters have the bits of the earlier version before, and get exactly the bits of
+the new version.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from rollflow.storage.deltas.update_folder import ChangedTensor, list_changes
 from rollflow.storage.errors import Corrupt
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 @torch.no_grad()
 def load_changes(parameters: Mapping[str, Tensor], weights: Path, before: int, after: int) -> bool:
-    """Load the elements that changed from policy version `before` to version `after` into `parameters`; return False if
-    the folder `weights` does not say which elements changed.
+    """Change `parameters` from policy version `before` to version `after`. Return False if all weights must be loaded,
+    because the folder `weights` does not say what changed, or because its tensors have another type than the model.
 
     Raises:
-        Corrupt: the folder is damaged, or contains a changed tensor that the model does not have.
+        Corrupt: the folder is damaged, or changes a tensor that the model does not have.
     """
     changes = list_changes(weights, before, after)
     if changes is None:
@@ -34,14 +35,20 @@ def load_changes(parameters: Mapping[str, Tensor], weights: Path, before: int, a
         for changed in changes:
             if changed.name not in parameters or changed.dtype not in TYPES:
                 raise ValueError(f"the model has no tensor {changed.name} of type {changed.dtype}")
-            _load_elements(parameters[changed.name], changed)
+            parameter = parameters[changed.name]
+            if parameter.dtype != TYPES[changed.dtype] or parameter.itemsize != changed.numbers.itemsize:
+                return False
+            _change_elements(parameter.detach().view(-1), changed)
     except (ValueError, IndexError) as error:
         raise Corrupt(f"the changed weights in {weights} cannot be loaded: {error}") from error
     return True
 
 
-def _load_elements(parameter: Tensor, changed: ChangedTensor) -> None:
-    bits = torch.from_numpy(changed.values.view(f"<i{changed.values.itemsize}"))
-    values = bits.view(TYPES[changed.dtype]).to(parameter.device, parameter.dtype)
-    where = torch.from_numpy(changed.positions).to(parameter.device)
-    parameter.detach().view(-1).index_copy_(0, where, values)
+def _change_elements(parameter: Tensor, changed: ChangedTensor) -> None:
+    bits = parameter.view(INTEGERS[parameter.itemsize])  # adding signed integers gives the same bits as unsigned ones
+    where = torch.from_numpy(changed.positions).to(bits.device)
+    numbers = torch.from_numpy(changed.numbers.view(f"<i{bits.itemsize}")).to(bits.device)
+    if changed.replaces:
+        bits.index_copy_(0, where, numbers)
+    else:
+        bits.index_add_(0, where, numbers)

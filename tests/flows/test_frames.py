@@ -450,6 +450,7 @@ prompts = 2
         (f'path = "odd_worlds:Walk"\nfolder = "{GUESTS}"', []),
         ('id = "FrozenLake-v1"\nactions = { left = 0, right = 2 }', ["[S]FFF"]),
     ],
+    ids=["drawn text", "drawn picture", "no frames", "FrozenLake"],
 )
 def test_play_shows_text_frames_that_the_policy_has_not_read(
     run: RunContext, environment: str, shown: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path

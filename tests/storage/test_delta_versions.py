@@ -274,10 +274,8 @@ def bits_of(files: Files) -> dict[str, np.ndarray]:
     return found
 
 
-def test_weights_folder_says_which_elements_changed(run: ObjectStore, tmp_path: Path) -> None:
-    """For each earlier version since the newest full version, the folder gives the positions of all elements that
-    differ.
-    """
+def test_changes_of_a_folder_turn_older_versions_into_its_own(run: ObjectStore, tmp_path: Path) -> None:
+    """The folder has the changes since each version after the newest full version, and since the full version."""
     policies, made = trained(run, 8, 4, keep_last=100)
     folder = policies.weights_folder(policies.find(7), tmp_path)
     for before in range(7):
@@ -285,14 +283,14 @@ def test_weights_folder_says_which_elements_changed(run: ObjectStore, tmp_path: 
         assert (changes is not None) == (before >= 4)
         if changes is None:
             continue
-        found = {name: dict[int, int]() for name in ("a", "b", "c")}
+        found, new = ({name: bits.copy() for name, bits in bits_of(made[number]).items()} for number in (before, 7))
         for one in changes:
-            found[one.name] |= dict(zip(one.positions.tolist(), one.values.tolist(), strict=True))
-        old, new = (bits_of(made[number]) for number in (before, 7))
-        for name, values in found.items():
-            differ = np.flatnonzero(old[name] != new[name]).tolist()
-            assert {*differ} <= values.keys()
-            assert values == {place: new[name][place] for place in values}
+            if one.replaces:
+                found[one.name][one.positions] = one.numbers
+            else:
+                found[one.name][one.positions] += one.numbers
+        assert found.keys() == new.keys()
+        assert all(np.array_equal(found[name], new[name]) for name in new)
 
 
 def test_damaged_cached_weights_are_not_used_for_a_rebuild(memory: MemoryStore, tmp_path: Path) -> None:
