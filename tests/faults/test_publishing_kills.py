@@ -8,7 +8,9 @@ train step before its optimizer step.
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,17 +54,21 @@ def shas(context: RunContext) -> list[list[str]]:
     return [[stored.sha256 for stored in context.policies.find(v).objects] for v in range(VERSIONS + 1)]
 
 
+@pytest.mark.parametrize(("full_every", "deltas"), [(1, 0), (2, 2)], ids=["whole", "deltas"])
 def test_learner_continues_after_a_kill_at_any_publishing_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_every: int, deltas: int
 ) -> None:
+    """Every second version is stored whole, the others as deltas, or all versions are stored whole."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
 
     def prepared(name: str) -> RunContext:
-        return prepare_small(tmp_path, name, versions=VERSIONS, keep_last=10)
+        keys: Mapping[str, Any] = {"train": {"learning_rate": 1e-6}, "dtype": "bfloat16"} if deltas else {}
+        return prepare_small(tmp_path, name, versions=VERSIONS, keep_last=10, full_every=full_every, **keys)
 
     quiet, at, met = prepared("quiet"), 0, True
     killed((Path(quiet.uri), str(quiet.cache)), 0, after=False)
     wanted = shas(quiet)
+    assert sum(bool(quiet.policies.find(version).deltas) for version in range(VERSIONS + 1)) == deltas
     while met:
         at += STRIDE
         for after in (False, True):
