@@ -1,6 +1,6 @@
 # Targets: install creates .venv with the pinned versions, once; run runs the quick start; check runs lint and the fast
-# tests; test runs most tests; full runs all tests except those of soak, as CI does; soak kills whole runs; chaos kills
-# processes of every role; gpu checks a GPU. See docs/testing.md.
+# tests; test runs most tests; full runs all tests except those of soak, as CI does; again repeats the tests that failed;
+# soak kills whole runs; chaos kills processes of every role; gpu checks a GPU. See docs/testing.md.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BESIDE := -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := install
-.PHONY: install run lint check test full soak chaos gpu audit-pins sbom clean
+.PHONY: install run lint check test full again soak chaos gpu audit-pins sbom clean
 
 install: $(STAMP)
 
@@ -55,6 +55,10 @@ test: lint
 # The tests that CI runs, which include the slow tests.
 full: lint
 	@$(PYTEST) $(BESIDE) $(ARGS)
+
+# The tests that failed last, one after the other: some tests with processes and deadlines fail only on a busy machine.
+again: $(STAMP)
+	@$(PYTEST) --last-failed --last-failed-no-failures none $(ARGS)
 
 # Whole runs whose processes are killed, one after the other, and all cases of the tests with the most random cases.
 soak: lint
