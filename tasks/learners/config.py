@@ -87,14 +87,20 @@ class TrainBase(Section):
         description="number of policy versions over which the learning rate rises linearly to learning_rate; if 0, "
         "there is no warm-up",
     )
-    schedule: Literal["constant", "linear"] = Field(
+    schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="course of the learning rate after the warm-up. constant: the learning rate stays at "
         "learning_rate; linear: the learning rate falls in proportion to the number of remaining policy versions, "
-        "to at least a tenth of learning_rate",
+        "to at least a tenth of learning_rate; cosine: the learning rate falls along half a period of a cosine, from "
+        "learning_rate to a tenth of it",
     )
     weight_decay: float = Field(
         0.0, ge=0, description="weight decay of the AdamW optimizer; if 0, there is no weight decay"
+    )
+    decayed: Literal["matrices", "all"] = Field(
+        "matrices",
+        description="weights to which weight_decay applies. matrices: not the biases and the weights of norms, which "
+        "have one dimension; all: every weight",
     )
     betas: tuple[float, float] = Field(
         (0.9, 0.95),

@@ -316,6 +316,7 @@ BEFORE: dict[str, dict[str, Any]] = {
         "fused_adamw": False,
         "attention": "default",
         "advantage_dtype": "float32",
+        "decayed": "all",
     },
     "reward": {"special_tokens": False, "judge_tries": 0},
     "evaluation": {"mean": "responses", "correct": "value"},

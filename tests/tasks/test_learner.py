@@ -17,6 +17,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Stale
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.optimizer.trained_tensors import TrainedTensors
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.policies.config import ColdStart
@@ -185,6 +186,26 @@ def near(batch: TrajectoryBatch, made: TorchLearner) -> TrajectoryBatch:
 def test_learning_rate_warms_up_and_decays(folder: Path) -> None:
     made = learner(folder, learning_rate=1.0, schedule="linear")
     assert [made.learning_rate(v) for v in (0, 5, 9)] == pytest.approx([1.0, 0.5, 0.1])
+
+
+def test_learning_rate_follows_half_a_cosine(folder: Path) -> None:
+    """0.1 + 0.9 (1 + cos(pi v / 10)) / 2 in version v of 10."""
+    made = learner(folder, learning_rate=1.0, schedule="cosine")
+    found = [made.learning_rate(version) for version in (0, 1, 5, 8, 10, 12)]
+    assert found == pytest.approx([1.0, 0.1 + 0.45 * (1 + 0.9510565163), 0.55, 0.1859423525, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(("decayed", "factor"), [("matrices", 1.0), ("all", 0.75)])
+def test_weight_decay_spares_vectors(decayed: str, factor: float) -> None:
+    """AdamW multiplies a weight by 1 - rate x decay = 0.75 before a step, which is 0 for a gradient of 0."""
+    given = {"matrix": torch.nn.Parameter(torch.ones(2, 2)), "norm": torch.nn.Parameter(torch.ones(2))}
+    trained = TrainedTensors(given, TorchTrain(weight_decay=0.5, decayed=decayed), 0.5)
+    trained.begin(0.5)
+    for parameter in given.values():
+        parameter.grad = torch.zeros_like(parameter)
+    trained.apply()
+    assert torch.equal(given["matrix"].detach(), torch.full((2, 2), 0.75))
+    assert torch.equal(given["norm"].detach(), torch.full((2,), factor))
 
 
 def test_learner_refuses_a_stale_batch() -> None:

@@ -128,13 +128,13 @@ def test_float32_policy_has_no_separate_master_weights(folder: Path) -> None:
     assert not any("master" in name for name in made.policy.tensors())
 
 
-def test_old_run_keeps_its_attention_and_advantage_dtype() -> None:
-    """With another attention implementation, or with float64 advantages, a replay of the run would give different bits.
-    """
+def test_recorded_run_keeps_its_attention_and_weight_decay() -> None:
+    """Another attention, float64 sums, or norms without weight decay would give other bits in a replay."""
     config = RunConfig().model_dump(mode="json")
-    assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")
+    keys = {"attention": ("exact", "default"), "advantage_dtype": ("float64", "float32"), "decayed": ("matrices", "all")}
+    assert {key: config["train"].pop(key) for key in keys} == {key: new for key, (new, _) in keys.items()}
     found = parse_recorded(config).train
-    assert (found.attention, found.advantage_dtype) == ("default", "float32")
+    assert {key: getattr(found, key) for key in keys} == {key: old for key, (_, old) in keys.items()}
 
 
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])

@@ -5,6 +5,7 @@ In shapes, B is the number of tokens with loss mask 1 in the batch, and M the nu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -31,6 +32,8 @@ from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.prefixes.lines import Sharing
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.device import find_device, send
+
+LEAST_SHARE = 0.1  # smallest learning rate of a schedule, as a fraction of the highest learning rate
 
 
 def _trained_policy(model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
@@ -111,12 +114,22 @@ class TrainedModels:
     def learning_rate(self, version: int, base: float | None = None) -> float:
         """Return the learning rate of a policy version; `base` defaults to `train.learning_rate`.
 
-        The learning rate rises linearly to `base` during the warm-up. After the warm-up, the learning rate is constant,
-        or falls in proportion to the number of remaining versions, but not below a tenth of `base`.
+        The learning rate rises linearly to `base` during the warm-up. After the warm-up, the learning rate follows
+        `train.schedule`, and is never below a tenth of `base`.
         """
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
-        left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
-        return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
+        return (self.config.learning_rate if base is None else base) * warm * self._decayed_share(version)
+
+    def _decayed_share(self, version: int) -> float:
+        """Return the learning rate of a policy version after the warm-up, as a fraction of the highest learning rate."""
+        done = min(1.0, version / self.versions)
+        match self.config.schedule:
+            case "constant":
+                return 1.0
+            case "linear":
+                return max(1.0 - done, LEAST_SHARE)
+            case "cosine":
+                return LEAST_SHARE + (1.0 - LEAST_SHARE) * (1.0 + math.cos(math.pi * done)) / 2.0
 
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare the first update of a policy version.

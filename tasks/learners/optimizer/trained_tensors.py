@@ -7,6 +7,7 @@ AdamW's state are saved and loaded as named tensors, such as "exp_avg/<parameter
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,9 @@ class TrainedTensors:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
         self.trained = MasterWeights(given, wide=config.master_dtype == "float32")
         self.adamw = torch.optim.AdamW(
-            self.trained.parameters.values(),
+            group_by_decay(self.trained.parameters.values(), config),
             lr=learning_rate,
             betas=config.betas,
-            weight_decay=config.weight_decay,
             fused=config.fused_adamw,
         )
 
@@ -98,6 +98,16 @@ class TrainedTensors:
             self.adamw.state[trained][key] = value.to(device, copy=True)
             del value  # free the memory of the file before the next file is read
         self.trained.begin(mastered)
+
+
+def group_by_decay(parameters: Iterable[nn.Parameter], config: TrainBase) -> list[dict[str, Any]]:
+    """Return AdamW's parameter groups: the parameters that decay, and those that do not (see `train.decayed`)."""
+    decaying, others = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in parameters:
+        decays = not config.weight_decay or config.decayed == "all" or parameter.ndim > 1
+        (decaying if decays else others).append(parameter)
+    groups = ((decaying, config.weight_decay), (others, 0.0))
+    return [{"params": some, "weight_decay": decay} for some, decay in groups if some]
 
 
 def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

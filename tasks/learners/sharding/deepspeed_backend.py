@@ -23,7 +23,7 @@ from rollflow.tasks.learners.checkpoint.shards import Named
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
-from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
+from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS, group_by_decay
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
 
 # name of DeepSpeed's operation for sums over processes, which would be compiled at its first use
@@ -62,9 +62,8 @@ class DeepSpeedTensors(ShardingBackend):
 
         super().__init__(model, config, ranks)
         self.zero, self.fused, self.given = config.zero, config.fused_adamw, dict(model.named_parameters())
-        adamw = torch.optim.AdamW(
-            self.given.values(), betas=config.betas, weight_decay=config.weight_decay, fused=config.fused_adamw
-        )
+        groups = group_by_decay(self.given.values(), config)
+        adamw = torch.optim.AdamW(groups, betas=config.betas, fused=config.fused_adamw)
         options = merge_options(config.options, set_options(config))
         self.engine, *_ = deepspeed.initialize(model=AnyForward(model).eval(), optimizer=adamw, config=options)
         self.zeroed: Any = self.engine.optimizer
