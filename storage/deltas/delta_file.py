@@ -69,7 +69,9 @@ class DeltaChunk:
         return decode_positions(self.changes, self.count)
 
     def numbers(self) -> Numbers:
-        """Return the steps of the changed elements, modulo 2^bits; of a chunk that is stored whole, the new elements."""
+        """Return the steps of the changed elements, modulo 2^bits; of a chunk that is stored whole, the new
+        elements.
+        """
         if isinstance(self.changes, bytes):
             return np.frombuffer(self.changes, unsigned_type(self.width)).copy()  # an array that can be written
         return decode_steps(self.changes, self.width)

@@ -180,7 +180,8 @@ class ObjectStore(ABC):
 
     @property
     def waits(self) -> str:
-        """A description of this process's oldest pending request, or "" unless that request has waited for a long time.
+        """A description of this process's oldest pending request, or "" unless that request has waited for a long
+        time.
         """
         return ""
 

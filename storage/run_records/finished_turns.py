@@ -25,7 +25,8 @@ FOLDER = "turns"
 
 @dataclass(frozen=True, slots=True)
 class TurnKey:
-    """The key of a turn: its group, the number of the episode in the group, and the number of the turn in the episode.
+    """The key of a turn: its group, the number of the episode in the group, and the number of the turn in the
+    episode.
     """
 
     group: GroupKey

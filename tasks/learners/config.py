@@ -89,10 +89,9 @@ class TrainBase(Section):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="course of the learning rate after the warm-up. constant: the learning rate stays at "
-        "learning_rate; linear: the learning rate falls in proportion to the number of remaining policy versions, "
-        "to at least a tenth of learning_rate; cosine: the learning rate falls along half a period of a cosine, from "
-        "learning_rate to a tenth of it",
+        description="course of the learning rate after the warm-up. constant: it stays at learning_rate; linear: it "
+        "falls with the number of remaining policy versions, to a tenth of learning_rate; cosine: it falls along half "
+        "a cosine to a tenth of learning_rate",
     )
     weight_decay: float = Field(
         0.0, ge=0, description="weight decay of the AdamW optimizer; if 0, there is no weight decay"

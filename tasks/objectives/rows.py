@@ -191,7 +191,8 @@ def _read_turn_starts(batch: TrajectoryBatch, offsets: np.ndarray) -> np.ndarray
 
 
 def _read_turn_states(batch: TrajectoryBatch) -> np.ndarray | None:
-    """Return the hash of the state of each recorded turn, 0 for an unnamed state; return None if no state has a name.
+    """Return the hash of the state of each recorded turn, 0 for an unnamed state; return None if no state has a
+    name.
     """
     column, starts = batch.optional("turn_states"), batch.optional("turn_starts")
     if column is None or starts is None:

@@ -103,7 +103,8 @@ def _check_names(file: Path) -> list[str]:
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """Load the model on `device`; the device "meta" loads no values. Return the model and transformers' loading info.
+    """Load the model on `device`; the device "meta" loads no values. Return the model and transformers' loading
+    info.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,5 @@
-"""Builds question sources, which produce the questions of a run's prompts. The module `base` defines their interface.
+"""Builds question sources, which produce the questions of a run's prompts. The module `base` defines their
+interface.
 """
 
 from __future__ import annotations

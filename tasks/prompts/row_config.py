@@ -10,7 +10,8 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class DifficultyRange(Section):
-    """The range of difficulty. A row of a prompt file is trained on only if its number in a column is within the range.
+    """The range of difficulty. A row of a prompt file is trained on only if its number in a column is within the
+    range.
     """
 
     column: str = Field(

@@ -1,4 +1,5 @@
-"""Tests the guarantees of an objective on each kind of objective. To test a new preset, add it to `support/oracles.py`.
+"""Tests the guarantees of an objective on each kind of objective. To test a new preset, add it to
+`support/oracles.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def truncated_reinforce(rows: Rows) -> Dual:
 
 
 def kept(**parts: object) -> PartsObjective:
-    """Build an objective that is accepted only in recorded runs: a new run may not use the KL estimator k1 in the loss.
+    """Build an objective that is accepted only in recorded runs: a new run may not use the KL estimator k1 in the
+    loss.
     """
     return PartsObjective.model_validate(dict(PartsObjective()) | parts)
 

@@ -1,4 +1,5 @@
-"""Tests Ray's private API as `ray_process` and `cluster.attach` use it, so that a test fails if Ray changes this API.
+"""Tests Ray's private API as `ray_process` and `cluster.attach` use it, so that a test fails if Ray changes this
+API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tests the contract of workspaces and their sessions, on every kind of sandbox that supports sessions on this machine.
+"""Tests the contract of workspaces and their sessions, on every kind of sandbox that supports sessions on this
+machine.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def test_object_that_should_have_been_deleted_is_garbage(run: LocalStore) -> Non
 @given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=examples(300))
 def test_objects_of_killed_learners_are_deleted_or_garbage(ends: list[str]) -> None:
-    """The learner is killed before or after it appends the pruning entry. At the end, exactly the needed objects exist.
+    """The learner is killed before or after it appends the pruning entry. At the end, exactly the needed objects
+    exist.
     """
     store = MemoryStore(uuid.uuid4().hex)
     begin(store, keep_last=2, keep_every=4, state_every=2)
@@ -304,7 +305,8 @@ def test_object_named_by_a_later_log_entry_is_not_garbage(monkeypatch: pytest.Mo
 
 
 def test_garbage_collection_during_takeovers_keeps_live_objects() -> None:
-    """At the end, the leftover objects of replaced processes are removed, and all objects that a log entry needs exist.
+    """At the end, the leftover objects of replaced processes are removed, and all objects that a log entry needs
+    exist.
     """
     store, stop, freed = MemoryStore(uuid.uuid4().hex), threading.Event(), list[int]()
     actors = Actors.begin(store)
@@ -369,7 +371,8 @@ def test_abandoned_upload_is_removed_and_a_live_one_completes(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_gc_on_s3_removes_only_stale_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abandoned upload and the leftover objects of a replaced process are removed. An upload in progress completes.
+    """An abandoned upload and the leftover objects of a replaced process are removed. An upload in progress
+    completes.
     """
     with s3_server(BUCKET) as endpoint:
         use(endpoint, monkeypatch)

@@ -393,7 +393,8 @@ def test_missing_log_entry_without_a_copy_stops_all_readers(store: MemoryStore) 
 
 @pytest.mark.parametrize("how", ["altered", "cut", "forged"])
 def test_damaged_newest_log_entry_stops_all_readers(store: MemoryStore, how: str) -> None:
-    """Only the checksum (seal) and the log's rules can verify the newest entry, because no later entry names its hash.
+    """Only the checksum (seal) and the log's rules can verify the newest entry, because no later entry names its
+    hash.
     """
     *_, learner = train(store, 3)
     n = learner.log.claim("supervisor", who="the last").claim

@@ -103,7 +103,8 @@ def violation(run: Path) -> str:
 
 
 def test_independent_log_checker_imports_nothing_of_rollflow() -> None:
-    """The checker may import rollflow only for annotations (`if TYPE_CHECKING`), which are not imported when it runs.
+    """The checker may import rollflow only for annotations (`if TYPE_CHECKING`), which are not imported when it
+    runs.
     """
     tree = ast.parse(Path(log_model.__file__).read_text())
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}

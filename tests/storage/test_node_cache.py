@@ -123,7 +123,8 @@ def test_partly_downloaded_folder_is_never_used(
 def test_next_download_removes_a_partly_downloaded_folder(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
-    """A download of any run removes an incomplete folder, because the run that began to fill the folder may have ended.
+    """A download of any run removes an incomplete folder, because the run that began to fill the folder may have
+    ended.
     """
     for store in ("s3://ended", "s3://one"):
         assert answered(start(processes, half_filler, cache, store))

@@ -15,7 +15,8 @@ RULES = [Retention(*rules) for rules in product((1, 2, 3, 5), (1, 2, 3, 4, 7), (
 
 
 def kept(rules: Retention, latest: int) -> set[int]:
-    """Return the versions whose weights are kept: the newest `keep_last` versions, and every `keep_every`-th version.
+    """Return the versions whose weights are kept: the newest `keep_last` versions, and every `keep_every`-th
+    version.
     """
     newest = set(range(max(0, latest - rules.keep_last + 1), latest + 1))
     return newest | set(range(0, latest + 1, rules.keep_every))

@@ -175,7 +175,8 @@ class Run(RuleBasedStateMachine):
         filtered=st.integers(0, 3),
     )
     def dispatch(self, which: int, count: int, failing: int, slow: int, filtered: int) -> None:
-        """Issue groups, and discard some as failed, stale or filtered. Most filtered groups belong to the same source.
+        """Issue groups, and discard some as failed, stale or filtered. Most filtered groups belong to the same
+        source.
         """
         scheduler = self.schedulers[which % len(self.schedulers)]
         for _ in range(count):
@@ -220,7 +221,8 @@ class Run(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["flipped", "cut", "gone"]), where=st.sampled_from([0, 0, 1]), met=st.booleans())
     def damage(self, how: Damage, where: int, met: bool) -> None:
-        """Damage the file of a batch that was not trained on; if `met` is true, let the learner read the file at once.
+        """Damage the file of a batch that was not trained on; if `met` is true, let the learner read the file at
+        once.
         """
         waiting = sorted(self.waiting)
         if not waiting:

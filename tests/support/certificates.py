@@ -1,4 +1,5 @@
-"""Creates a certificate authority for tests, and one certificate that it signs, for Ray, Prefect and MLflow with TLS.
+"""Creates a certificate authority for tests, and one certificate that it signs, for Ray, Prefect and MLflow with
+TLS.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ BATCHES, QUESTIONS = 20, 9
 
 
 def make_epoch_run(home: Path) -> RunContext:
-    """Make a run of some epochs with nine questions. Questions with an even number are solved whenever they are asked.
+    """Make a run of some epochs with nine questions. Questions with an even number are solved whenever they are
+    asked.
     """
     file = home / "questions.jsonl"
     rows = ({"question": f"What is {one} plus {one}?", "answer": str(2 * one)} for one in range(12))

@@ -17,7 +17,8 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """The server's reaction to a call: it answers with a status, headers and a body, resets the connection, or hangs.
+    """The server's reaction to a call: it answers with a status, headers and a body, resets the connection, or
+    hangs.
     """
 
     text: str = ""

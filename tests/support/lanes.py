@@ -1,4 +1,5 @@
-"""Builds a slot queue (which assigns requests to engines) with idle engines, for examples that were computed by hand.
+"""Builds a slot queue (which assigns requests to engines) with idle engines, for examples that were computed by
+hand.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ class Scheduler:
         return math.inf if epoch is None else epoch.end
 
     def start_epoch(self, source: int, skipped: int = 0) -> Entry:
-        """Start the source's next epoch, which skips the first `skipped` questions. The first epoch skips no question.
+        """Start the source's next epoch, which skips the first `skipped` questions. The first epoch skips no
+        question.
         """
 
         def body(state: RunState, _: object) -> Body:
@@ -212,7 +213,8 @@ class Scheduler:
 
 @dataclass
 class Learner:
-    """A learner that publishes versions, voids batches that it cannot read, and prunes objects that need not be kept.
+    """A learner that publishes versions, voids batches that it cannot read, and prunes objects that need not be
+    kept.
     """
 
     store: ObjectStore

@@ -130,7 +130,8 @@ def change_json(file: Path, **changes: object) -> None:
 
 
 def recipe_of(folder: Path, **prompts: object) -> RunConfig:
-    """Return a recipe for the policy in a folder, with the transformers engine and with questions from the same folder.
+    """Return a recipe for the policy in a folder, with the transformers engine and with questions from the same
+    folder.
     """
     file = folder / "say.jsonl"
     if not file.exists():

@@ -18,7 +18,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def refused_alike(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> str:
-    """Check that `rollflow check` and `rollflow run` refuse a recipe with the same sentence, and return the sentence.
+    """Check that `rollflow check` and `rollflow run` refuse a recipe with the same sentence, and return the
+    sentence.
     """
     by_check = refused(capsys, "check", recipe, *options)
     assert refused(capsys, "run", recipe, *options) == by_check

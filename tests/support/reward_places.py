@@ -50,7 +50,8 @@ CONFIGS: dict[str, tuple[RewardConfig, RewardActorsConfig]] = {
 
 
 def score_when(response: str, reference: Mapping[str, Any]) -> Score:
-    """Wait until a file exists, and return a score whose reason names the process of the actor and that of the worker.
+    """Wait until a file exists, and return a score whose reason names the process of the actor and that of the
+    worker.
     """
     while not os.path.exists(reference["until"]):
         time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""User-defined scorers in every allowed form. The reference of a response says what the scorer does with the response.
+"""User-defined scorers in every allowed form. The reference of a response says what the scorer does with the
+response.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def test_fsdp_module_with_children_is_not_gathered_alone(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("others", [(3,), pytest.param((2, 4), marks=SOAK)])
 def test_fsdp_state_of_four_ranks_continues_on_any_number(folder: Path, others: tuple[int, ...]) -> None:
-    """Each rank stores only its shards. Three of four ranks have no shard of the critic's head, which has a single row.
+    """Each rank stores only its shards. Three of four ranks have no shard of the critic's head, which has a single
+    row.
     """
     kind = KINDS["PPO with a critic"]
     made = in_parts(folder, 4, **kind)
@@ -241,7 +242,8 @@ def test_error_names_a_dead_or_hanging_fsdp_rank(
 
 @pytest.mark.long
 def test_nonfinite_loss_changes_no_fsdp_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first rank computes a NaN, but both ranks stop. The next step equals that of a learner without the NaN.
+    """Only the first rank computes a NaN, but both ranks stop. The next step equals that of a learner without the
+    NaN.
     """
     made, quiet = in_parts(folder), whole(folder)
     for one in (made, quiet):

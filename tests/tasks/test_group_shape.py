@@ -56,7 +56,8 @@ def test_fixed_batch_shape_has_fewer_rows_for_long_requests(row_bytes: int, rows
 
 
 def test_fixed_batch_shape_on_a_cpu_has_64_rows(sampler: FixedShapeSampler) -> None:
-    """The number of rows does not depend on the size of a row, because recorded runs are reproduced only with 64 rows.
+    """The number of rows does not depend on the size of a row, because recorded runs are reproduced only with 64
+    rows.
     """
     group = AttentionRows(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
     assert len(group.rows) == 64

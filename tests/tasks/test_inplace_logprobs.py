@@ -1,4 +1,5 @@
-"""Tests that log-probs and entropies computed in the memory of the logits are bit-identical to those of plain autograd.
+"""Tests that log-probs and entropies computed in the memory of the logits are bit-identical to those of plain
+autograd.
 """
 
 from __future__ import annotations

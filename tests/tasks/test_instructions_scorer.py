@@ -239,7 +239,8 @@ AMBIGUOUS = "Hotel Taxi"
 
 
 def test_detected_language_of_a_text_is_always_the_same() -> None:
-    """langdetect guesses the language of an ambiguous text at random; the scorer must find the same language each time.
+    """langdetect guesses the language of an ambiguous text at random; the scorer must find the same language each
+    time.
     """
     assert len({detect_language(AMBIGUOUS) for _ in range(20)}) == 1
     assert list_languages() == sorted(list_languages())

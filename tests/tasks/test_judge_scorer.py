@@ -189,7 +189,8 @@ NO_VERDICTS = {name: FAULTS[name] for name in ("cut off", "no text", "no object"
 
 @pytest.mark.parametrize("reply", [*NO_VERDICTS.values(), Reply("too long", 400)], ids=[*NO_VERDICTS, "400"])
 async def test_response_that_prevents_a_verdict_scores_zero(judge: Callable[..., Any], reply: Reply) -> None:
-    """Otherwise the policy could learn to write responses to which the judge gives no verdict, and the run would end.
+    """Otherwise the policy could learn to write responses to which the judge gives no verdict, and the run would
+    end.
     """
     found, _ = await judge(lambda n, body: grade(n, body) if n == 1 else reply, ["7", "8"], at_once=1, tries=2)
     assert [score.outcome for score in found] == [Outcome.PARTIAL, Outcome.UNPARSABLE]
@@ -382,7 +383,8 @@ async def test_judge_api_key_is_sent_and_appears_in_no_message(folder: Path, mon
 async def test_judge_api_key_that_is_not_a_valid_header_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """Without this check, the HTTP client's error would quote the key, and every response would be unjudged or score 0.
+    """Without this check, the HTTP client's error would quote the key, and every response would be unjudged or score
+    0.
     """
     monkeypatch.setenv("JUDGE_KEY", key)
     with judge_server(grade) as server:

@@ -41,7 +41,8 @@ while True:  # it works, and answers nobody
 
 
 class Looks:
-    """A watch of a lease, with a virtual clock; `status` is the content of the run's status file that the watch reads.
+    """A watch of a lease, with a virtual clock; `status` is the content of the run's status file that the watch
+    reads.
     """
 
     def __init__(self, lease: Lease = LEASE, share: float = 1.0) -> None:

@@ -165,7 +165,8 @@ def test_filter_of_groups_sees_only_judged_responses() -> None:
 
 
 class Walking(Environment):
-    """An environment with two turns, of which the second is scored. Some episodes fail before or after the first turn.
+    """An environment with two turns, of which the second is scored. Some episodes fail before or after the first
+    turn.
     """
 
     def __init__(self, before: float, after: float, seed: int, *, branches: bool = False) -> None:
@@ -286,7 +287,8 @@ def drop_left_out(group: TrajectoryGroup) -> TrajectoryGroup:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_learner_reads_only_the_judged_responses_of_a_group(seed: int, groups: int) -> None:
-    """The learner's rows are those of the judged responses alone, and so are all baselines, denominators and metrics.
+    """The learner's rows are those of the judged responses alone, and so are all baselines, denominators and
+    metrics.
     """
     draw = random.Random(seed)
     made = [draw_group(draw, index) for index in range(groups)]
@@ -515,7 +517,8 @@ def test_audit_finds_a_branch_without_its_episode() -> None:
 
 
 def test_audit_compares_the_filter_with_judged_rewards() -> None:
-    """A group whose judged responses are all right must have been filtered, even if it also has an unjudged response.
+    """A group whose judged responses are all right must have been filtered, even if it also has an unjudged
+    response.
     """
     pipeline = build_pipeline(share=0.25, async_ratio=0.0, choices={"filter": FilterConfig(max_mean=0.999)})
     run_and_audit(pipeline)

@@ -86,7 +86,8 @@ def test_policy_equals_its_rounded_master_weights(folder: Path) -> None:
 
 
 def test_bfloat16_micro_batch_gradients_are_summed_in_float32(folder: Path) -> None:
-    """After 256 micro-batches, the gradient of one more micro-batch is smaller than a rounding step of a bfloat16 sum.
+    """After 256 micro-batches, the gradient of one more micro-batch is smaller than a rounding step of a bfloat16
+    sum.
     """
     made = begun(folder, "masters")
     name, parameter = next(iter(made.model.named_parameters()))
@@ -131,7 +132,11 @@ def test_float32_policy_has_no_separate_master_weights(folder: Path) -> None:
 def test_recorded_run_keeps_its_attention_and_weight_decay() -> None:
     """Another attention, float64 sums, or norms without weight decay would give other bits in a replay."""
     config = RunConfig().model_dump(mode="json")
-    keys = {"attention": ("exact", "default"), "advantage_dtype": ("float64", "float32"), "decayed": ("matrices", "all")}
+    keys = {
+        "attention": ("exact", "default"),
+        "advantage_dtype": ("float64", "float32"),
+        "decayed": ("matrices", "all"),
+    }
     assert {key: config["train"].pop(key) for key in keys} == {key: new for key, (new, _) in keys.items()}
     found = parse_recorded(config).train
     assert {key: getattr(found, key) for key in keys} == {key: old for key, (_, old) in keys.items()}

@@ -1,4 +1,5 @@
-"""Tests the verifier `maths` on pairs of a reference answer and a response, and on hostile answers in a worker process.
+"""Tests the verifier `maths` on pairs of a reference answer and a response, and on hostile answers in a worker
+process.
 """
 
 from __future__ import annotations

@@ -312,7 +312,8 @@ def test_training_at_alpha_zero_ignores_timing_and_deaths() -> None:
 def test_prompt_mixture_survives_process_deaths_and_corruption(
     alpha: float, groups: int, depth: int, seed: int, stops: list[float], damage: dict[tuple[int, int], Damage]
 ) -> None:
-    """At the end of the run, every source has its share, to within one group and the groups that are still in flight.
+    """At the end of the run, every source has its share, to within one group and the groups that are still in
+    flight.
     """
     store = MemoryStore(uuid.uuid4().hex)
     changes = {

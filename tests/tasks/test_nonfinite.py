@@ -104,7 +104,8 @@ def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tens
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt2", "opt"])
 def test_nonfinite_value_in_any_weight_is_found(name: str, value: float) -> None:
-    """In models with separate heads, tied heads and biases, one element of each tensor is made NaN or infinite in turn.
+    """In models with separate heads, tied heads and biases, one element of each tensor is made NaN or infinite in
+    turn.
     """
     made = learner_of(model_of(name))
     assert made.first_nonfinite() is None

@@ -139,7 +139,8 @@ def expected_gradient(
 def test_observation_gradient_equals_the_plain_formula(
     folder: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], chunk: int, with_signal: bool
 ) -> None:
-    """Packing, shared prompts, minibatches, logits in chunks, and rows without an advantage do not change the gradient.
+    """Packing, shared prompts, minibatches, logits in chunks, and rows without an advantage do not change the
+    gradient.
     """
     given = {"objective": PLAIN, "max_grad_norm": 1e9, **keys}
     made, batch = learner(folder, **given), episodes(1, with_signal=with_signal)

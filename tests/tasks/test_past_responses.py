@@ -1,4 +1,5 @@
-"""Drafts from past responses: they equal the drafts of a slow search, and the kept responses stay within their limits.
+"""Drafts from past responses: they equal the drafts of a slow search, and the kept responses stay within their
+limits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Shares of correct responses: Wilson's interval, and the effective size of a sample with several responses per prompt.
+"""Shares of correct responses: Wilson's interval, and the effective size of a sample with several responses per
+prompt.
 """
 
 from __future__ import annotations

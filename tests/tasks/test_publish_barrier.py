@@ -1,4 +1,5 @@
-"""The publish barrier: no learner rank changes a tensor before the first rank has published it. Here ranks are threads.
+"""The publish barrier: no learner rank changes a tensor before the first rank has published it. Here ranks are
+threads.
 """
 
 from __future__ import annotations

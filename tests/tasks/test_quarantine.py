@@ -75,7 +75,8 @@ class Poisoned(StoreFeed):
 
 
 def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) -> None:
-    """Check that batch 3 was quarantined once, with its reason, and that the run ends as if the batch had been finite.
+    """Check that batch 3 was quarantined once, with its reason, and that the run ends as if the batch had been
+    finite.
     """
     assert context.policies.newest() == 6
     [void] = of_kind(context.store, BatchVoided)

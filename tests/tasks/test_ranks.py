@@ -241,7 +241,8 @@ def test_error_names_a_learner_rank_that_is_late() -> None:
 
 @pytest.mark.long
 def test_all_learner_ranks_pack_the_same_sequences(folder: Path) -> None:
-    """The first rank tests if prompts can be shared, and sends the result. Otherwise ranks would skip or repeat rows.
+    """The first rank tests if prompts can be shared, and sends the result. Otherwise ranks would skip or repeat
+    rows.
     """
     start = LearnerStart(folder, trained=True, versions=10)
     made = MultiRankLearner(TorchTrain(ranks=2), start)

@@ -1,4 +1,5 @@
-"""The distance between two tensor files, in examples worked by hand, and a replay's config on another number of ranks.
+"""The distance between two tensor files, in examples worked by hand, and a replay's config on another number of
+ranks.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def test_replay_config_changes_only_the_number_of_ranks(train: Any) -> None:
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 def test_replay_accepts_only_equal_nonfinite_numbers(odd: float) -> None:
-    """The number is in the first or second of two tensors of a kind, in the replayed file, the published file, or both.
+    """The number is in the first or second of two tensors of a kind, in the replayed file, the published file, or
+    both.
     """
     parent, sound = torch.zeros(4), torch.full((4,), 0.1)
     spoilt = sound.clone()

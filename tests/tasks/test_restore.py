@@ -371,7 +371,8 @@ def moment(learner: Learner) -> torch.Tensor:
 def test_nonfinite_version_stores_no_object(
     small: Prepare, where: Callable[[Learner], torch.Tensor], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the nonfinite value is, nothing of the version is stored, and the run continues from the version before.
+    """Wherever the nonfinite value is, nothing of the version is stored, and the run continues from the version
+    before.
     """
     context = small()
     train_small(context, 2)

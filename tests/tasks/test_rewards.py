@@ -1,4 +1,5 @@
-"""The reward pool with real worker processes: after a deadline, a death or a failure, the response still gets a score.
+"""The reward pool with real worker processes: after a deadline, a death or a failure, the response still gets a
+score.
 """
 
 from __future__ import annotations

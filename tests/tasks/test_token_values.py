@@ -165,7 +165,8 @@ def test_invalid_token_values_fail_the_response(tokenizer: PolicyTokenizer, scor
 
 @pytest.mark.parametrize("given", [{"token_values": [0.5]}, {"step_values": [(9, 1.0)]}, {"value": math.nan}])
 def test_unjudged_response_has_no_token_values(tokenizer: PolicyTokenizer, given: dict[str, Any]) -> None:
-    """An unjudged response stays unjudged even if its token values are invalid; a failed one would be trained on as 0.
+    """An unjudged response stays unjudged even if its token values are invalid; a failed one would be trained on as
+    0.
     """
     found = placed(tokenizer, "a.b", Score(**{"value": 0.7, "outcome": Outcome.UNJUDGED, **given}))
     assert (found.value, found.outcome, found.has_token_values) == (0.0, Outcome.UNJUDGED, False)

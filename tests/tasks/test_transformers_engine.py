@@ -139,7 +139,8 @@ async def test_interrupted_response_continues_elsewhere_bit_for_bit(engine: Tran
 
 @pytest.mark.long
 async def test_response_across_an_update_continues_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
-    """Cut a response at any token after the update; the attention state of the older tokens is computed as it was then.
+    """Cut a response at any token after the update; the attention state of the older tokens is computed as it was
+    then.
     """
     other = await start(folder)
     tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]

@@ -172,7 +172,8 @@ class Placed(Repeats):
 async def test_episodes_beyond_the_limit_wait_and_are_played(
     monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
-    """Three of five episodes cannot request a turn before others end; with None, the caller does not know this limit.
+    """Three of five episodes cannot request a turn before others end; with None, the caller does not know this
+    limit.
     """
     batches = list[int]()
 

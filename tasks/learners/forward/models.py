@@ -121,7 +121,9 @@ class TrainedModels:
         return (self.config.learning_rate if base is None else base) * warm * self._decayed_share(version)
 
     def _decayed_share(self, version: int) -> float:
-        """Return the learning rate of a policy version after the warm-up, as a fraction of the highest learning rate."""
+        """Return the learning rate of a policy version after the warm-up, as a fraction of the highest learning
+        rate.
+        """
         done = min(1.0, version / self.versions)
         match self.config.schedule:
             case "constant":

@@ -92,7 +92,8 @@ def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
 
 @dataclass(slots=True)
 class _Tracing:
-    """Follows the path of token runs from row to row. A row's path is the list of token runs in which its tokens lie.
+    """Follows the path of token runs from row to row. A row's path is the list of token runs in which its tokens
+    lie.
     """
 
     last: np.ndarray

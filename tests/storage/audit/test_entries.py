@@ -228,7 +228,8 @@ def test_audit_finds_a_damaged_index_object(store: MemoryStore, how: str, kind: 
 
 
 def test_log_entries_after_a_missing_one_are_not_applied(store: MemoryStore) -> None:
-    """If the lost entry was a pruning, the audit could apply all later entries, but the resulting state might be wrong.
+    """If the lost entry was a pruning, the audit could apply all later entries, but the resulting state might be
+    wrong.
     """
     Actors.begin(store).train(9)
     forget(store)

@@ -207,7 +207,8 @@ def test_audit_finds_an_inserted_version(run: MemoryStore) -> None:
 
 
 def test_second_entry_of_a_version_does_not_replace_the_first(run: MemoryStore) -> None:
-    """The weights of the valid version are missing. A second log entry for the same version names weights that exist.
+    """The weights of the valid version are missing. A second log entry for the same version names weights that
+    exist.
     """
     entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
     inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
