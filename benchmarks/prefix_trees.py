@@ -15,6 +15,7 @@ Run it as `python -m benchmarks.prefix_trees`.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +65,8 @@ def token_rows(case: Case) -> Iterator[Row]:
     """Return rows about the tokens of one forward pass over the batch."""
     data = BatchRows.of(TrajectoryBatch.from_bytes((case.folder / BATCH).read_bytes()))
     rows, size = range(len(data.rewards)), count_tree(data)
-    passes = micro_batches(data, rows, int(TOKENS), Sharing(1, by_path=True))
+    width = json.loads((case.folder / "config.json").read_text())["hidden_size"]
+    passes = micro_batches(data, rows, int(TOKENS), Sharing(width, by_path=True))
     forwarded = sum(micro.tokens.numel() for micro in passes)
     yield Row(case.name, "tokens of all rows", float(data.offsets[-1]))
     yield Row(case.name, "tokens of the trees", size)
