@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.counts import ALL
-from tests.support.full_tests import mark_listed
+from tests.support.full_tests import GROUP, mark_listed
 
 if TYPE_CHECKING:
     from rollflow.flows.services.process import PrefectServer
@@ -37,6 +37,13 @@ os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 gc.set_threshold(100_000, 20, 20)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `--last-failed` find the tests of a group, which an earlier run stored with the group's name in the id."""
+    last = config.pluginmanager.get_plugin("lfplugin")
+    if last is not None:
+        last.lastfailed = {type(id).parse(GROUP.sub("", str(id))): True for id in last.lastfailed}
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Mark the tests that only `make full` runs, and name each test's group at the end of its id for pytest-xdist.
@@ -45,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     the tests of a group run in several processes, without an error (pytest-xdist issue 1386). `tests/test_groups.py`
     tests that the groups stay together.
     """
-    mark_listed(items, complete=config.args == config.getini("testpaths"))
+    all_tests = config.args == config.getini("testpaths") and not config.getoption("lf", False)
+    mark_listed(items, complete=all_tests)
     yield
     if not config.getoption("loadgroup", False):
         return

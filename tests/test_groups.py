@@ -21,20 +21,49 @@ import pytest
 def test_of_a_group(number, worker_id):
     with open("workers", "a") as workers:
         workers.write(worker_id + "\\n")
+    assert number != 4 or not os.path.exists("fails")
 """
+
+
+BESIDE = ("-p", "xdist", "-n", "2", "--dist", "loadgroup")
+AGAIN = ("-p", "no:xdist", "--last-failed", "--last-failed-no-failures", "none")  # the options of `make again`
+
+
+def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of a folder with the settings of this repository's tests."""
+    command = [sys.executable, "-m", "pytest", *options, "-p", "tests.conftest", "-c", os.devnull]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = clean | {"PYTHONPATH": os.pathsep.join([str(ROOT / ".dev"), str(ROOT)])}
+    return subprocess.run(
+        [*command, "--rootdir", str(folder), "test_some.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
 
 
 @pytest.mark.long
 def test_tests_of_an_xdist_group_run_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    beside = ["-p", "xdist", "-n", "2", "--dist", "loadgroup", "-p", "tests.conftest", "-c", os.devnull]
-    command = [sys.executable, "-m", "pytest", *beside, "--rootdir", str(tmp_path), "test_some.py"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    path = os.pathsep.join([str(ROOT / ".dev"), str(ROOT)])
-    environment = clean | {"PYTHONPATH": path}
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
-    )
+    ran = run_pytest(tmp_path, *BESIDE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     workers = (tmp_path / "workers").read_text().split()
     assert (len(workers), len(set(workers))) == (6, 1)
+
+
+@pytest.mark.long
+def test_failed_test_of_a_group_is_repeated_alone(tmp_path: Path) -> None:
+    """A repeated test that fails again is reported. Without a failed test, no test runs, and the exit code is 5."""
+    (tmp_path / "test_some.py").write_text(TESTS.replace(", worker_id", "").replace("worker_id", "str(number)"))
+    assert run_pytest(tmp_path, *AGAIN).returncode == 5
+    (tmp_path / "fails").touch()
+    assert run_pytest(tmp_path, *BESIDE).returncode == 1
+    for expected in (1, 0):
+        (tmp_path / "workers").unlink()
+        ran = run_pytest(tmp_path, *AGAIN)
+        assert (ran.returncode, (tmp_path / "workers").read_text()) == (expected, "4\n"), ran.stdout + ran.stderr
+        (tmp_path / "fails").unlink(missing_ok=True)
+    assert (tmp_path / ".pytest_cache/v/cache/lastfailed").read_text() == "{}"  # `make again` checks this
