@@ -48,7 +48,6 @@ def _change_elements(parameter: Tensor, changed: ChangedTensor) -> None:
     bits = parameter.view(INTEGERS[parameter.itemsize])  # adding signed integers gives the same bits as unsigned ones
     where = torch.from_numpy(changed.positions).to(bits.device)
     numbers = torch.from_numpy(changed.numbers.view(f"<i{bits.itemsize}")).to(bits.device)
-    if changed.replaces:
-        bits.index_copy_(0, where, numbers)
-    else:
-        bits.index_add_(0, where, numbers)
+    if not changed.replaces:
+        numbers += bits.index_select(0, where)  # three times as fast as `index_add_` on a CPU
+    bits.index_copy_(0, where, numbers)
