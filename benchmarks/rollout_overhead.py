@@ -145,7 +145,7 @@ def offline_llm(folder: str, slots: int, threads: int):  # type: ignore[no-untyp
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
     from vllm import LLM
 
-    from rollflow.tasks.engines.vllm.engine import WORKER
+    from rollflow.tasks.engines.vllm.arguments import WORKER
 
     llm = LLM(
         model=folder,

@@ -16,6 +16,7 @@ from rollflow.flows.keepalive.gpus import divide_gpus, spans_gpus
 from rollflow.flows.keepalive.placement import check_private_placement, note_placement
 from rollflow.flows.locations import read_policy_folder, store_uri
 from rollflow.flows.policies.earlier_version import EarlierVersion, find_earlier, name_policy, open_weights
+from rollflow.flows.policies.engine_checks import check_engine, check_kv_cache, check_room
 from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.ray_cluster.ray_access import check_membership
 from rollflow.flows.services.profile import prefect_url
@@ -24,8 +25,8 @@ from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.entries import SourceVersion
 from rollflow.storage.objects import Data, open_store
 from rollflow.storage.objects.disk import map_file
-from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
-from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, find_folder_hindrance, kv_cache_need
+from rollflow.tasks.engines.config import VllmEngineConfig
+from rollflow.tasks.engines.vllm.passed_arguments import check_names, read_names
 from rollflow.tasks.environments.config import ToolsEnvironment, split_environments
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.policies.folder import (
@@ -134,7 +135,9 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
             if paths:  # The policy of a cold start has no weights yet; the learner initializes them.
                 _check_weights(config, folder, tokenizer, paths)
             weights = {file.name: map_file(file) for file in paths}
-        probe, pins = probe_tokens(prompts, tokenizer.probe_length), pin_prompts(config, prompts, read)
+        # vLLM samples a token after the probe, so the probe must be shorter than the context.
+        length = min(tokenizer.probe_length, max(2, config.engine.limit_context(tokenizer.context) - 1))
+        probe, pins = probe_tokens(prompts, length), pin_prompts(config, prompts, read)
     notes += [earlier.describe(copied=download)] if earlier else []
     return Preflight(
         files, weights, tuple(probe), pins, read, tuple(notes), earlier.source_version if earlier else None
@@ -170,9 +173,9 @@ def recheck(config: RunConfig, context: RunContext) -> None:
     _check_installed(config)
     _check_sandbox(config, ask=True)
     folder, tokenizer = context.policy_folder, context.tokenizer
-    _check_engine(config, folder)
-    _check_room(config, tokenizer)
-    _check_kv_cache(config, folder, tokenizer.context)
+    check_engine(config, folder)
+    check_room(config, tokenizer)
+    check_kv_cache(config, folder, tokenizer)
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:
@@ -239,14 +242,16 @@ def _check_membership(address: str) -> None:
 
 
 def _check_installed(config: RunConfig) -> None:
-    """Reject a configuration that needs a library that is not installed. If the run uses another Ray cluster, nothing
-    is checked.
+    """Reject a configuration that needs a library that is not installed, or an argument that the installed vLLM does
+    not have. If the run uses another Ray cluster, nothing is checked.
     """
     if config.cluster.address != "auto":
         return
     if isinstance(config.engine, VllmEngineConfig) and find_spec("vllm") is None:
         cure = 'install it with `pip install "rollflow[cpu]"` (or "rollflow[gpu]"), or set engine.kind = "transformers"'
         raise ConfigError(f"engine.kind = 'vllm': vLLM is not installed on this machine; {cure}")
+    if isinstance(config.engine, VllmEngineConfig) and config.engine.vllm:
+        check_names(config.engine.vllm, read_names())
     if isinstance(config.train, DeepSpeedTrain) and find_spec("deepspeed") is None:
         cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.kind = "torch"'
         raise ConfigError(f"train.kind = 'deepspeed': DeepSpeed is not installed on this machine; {cure}")
@@ -325,25 +330,14 @@ def check_policy(config: RunConfig, folder: Path, *, engine: bool = True) -> Pol
     if config.policy.cold_start is None:
         check_config(folder)
     if engine:
-        _check_engine(config, folder)
+        check_engine(config, folder)
     name_end_tokens(folder)
     tokenizer = PolicyTokenizer(folder)
-    _check_room(config, tokenizer)
+    check_room(config, tokenizer)
     check_templates(config.prompts, tokenizer)
     if engine:
-        _check_kv_cache(config, folder, tokenizer.context)
+        check_kv_cache(config, folder, tokenizer)
     return tokenizer
-
-
-def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
-    """Reject a limit on response tokens that is not smaller than the policy's context length, because no prompt would
-    fit.
-    """
-    if tokenizer.context <= config.engine.max_new_tokens:
-        raise ConfigError(
-            f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context has only "
-            f"{tokenizer.context} tokens; choose a smaller number"
-        )
 
 
 def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer, paths: Sequence[Path]) -> None:
@@ -353,38 +347,6 @@ def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer, 
     for file in paths:
         (folder / file.name).symlink_to(file.resolve())
     check_rows(tokenizer, check_tensors(folder, config.policy.dtype))
-
-
-def _check_engine(config: RunConfig, folder: Path) -> None:
-    """Reject a policy that the inference engine cannot run."""
-    cold, named = config.policy.cold_start, name_policy(config.policy)
-    if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
-        check_head_size(folder, named, cluster.count_machine_gpus)
-    trains = isinstance(config.engine, TransformersEngineConfig)
-    if cold is not None or not (trains or config.evaluation.engine == "transformers"):
-        return
-    try:
-        why = find_folder_hindrance(folder)
-    except ValueError as error:
-        raise ConfigError(f"{named}: {error}; save the policy again") from None
-    if why is not None:
-        cure = f'set {"engine.kind" if trains else "evaluation.engine"} = "{"vllm" if trains else "own"}"'
-        raise ConfigError(f"{named}: the transformers engine cannot run {why}; {cure}, or choose another policy")
-
-
-def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
-    """Reject a KV cache that is too small for one request, because vLLM would not start with it."""
-    engine = config.engine
-    if not isinstance(engine, VllmEngineConfig) or config.cluster.address != "auto":
-        return
-    need = kv_cache_need(folder, context, config.policy.dtype)
-    have = engine.kv_cache_bytes or cpu_kv_cache(folder, context, config.policy.dtype)
-    if need > have and not cluster.count_machine_gpus():
-        raise ConfigError(
-            f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, "
-            f"the policy's context; set engine.kv_cache_bytes to {need} or more, or choose a policy with a "
-            "shorter context"
-        )
 
 
 def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -> None:

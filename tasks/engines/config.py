@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rollflow.tasks.engines.vllm.passed_arguments import find_refusal
 from rollflow.tasks.runtime.sections import Section, refuse
 
 
@@ -36,17 +38,36 @@ class EngineBase(Section):
         None,
         gt=0,
         description="largest allowed difference between the log-probs that engine and learner compute for the same "
-        'fixed tokens after a weight update, in nats; default: 0.01, or 1 with policy.dtype = "bfloat16"',
+        'fixed tokens after a weight update, in nats; default: 0.01, or 1 with policy.dtype = "bfloat16", or 2 with '
+        "engine.quantization",
     )
+
+    def limit_context(self, context: int) -> int:
+        """Return the largest number of tokens of a prompt and its response, given the policy's context length."""
+        return context
 
 
 class VllmEngineConfig(EngineBase):
+    fixed: ClassVar[Mapping[str, str]] = {"max_model_len": "the run's prompts were chosen to fit into this length"}
+
     kind: Literal["vllm"] = Field("vllm", description="vLLM as the inference engine, on GPUs or on a CPU")
+    max_model_len: int | None = Field(
+        None,
+        gt=2,
+        description="largest number of tokens of a request (prompt and response); default: the policy's context length",
+    )
     kv_cache_bytes: int | None = Field(
         None,
         gt=0,
         description="size of the KV cache of each engine, in bytes; default on a CPU: 256 MiB, or up to 4 GiB if "
         "one request needs more; default on a GPU: vLLM chooses the size",
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that vLLM uses for weights, activations and KV cache; only on a GPU and "
+        "without kv_cache_bytes; default: the default of vLLM",
     )
     kv_tokens: int | None = Field(
         None,
@@ -63,6 +84,28 @@ class VllmEngineConfig(EngineBase):
         1, gt=0, description="number of GPUs over which the weights of each engine are split (tensor parallelism)"
     )
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
+    enforce_eager: bool | None = Field(
+        None,
+        description="true: vLLM runs the model without compilation and CUDA graphs; default: false on a GPU, true on a "
+        "CPU, where compilation takes about 20 seconds at the start and does not speed up small models",
+    )
+    attention_backend: str | None = Field(
+        None,
+        min_length=1,
+        description='attention kernels that vLLM uses, by vLLM\'s name, e.g. "FLASH_ATTN" or "FLASHINFER"; default: '
+        "vLLM chooses; a CPU has only one kind",
+    )
+    quantization: Literal["none", "fp8_per_channel"] = Field(
+        "none",
+        description="quantization of the engine's linear layers, anew for each policy version; only with "
+        'policy.dtype = "bfloat16". fp8_per_channel: FP8, with a scale for each output channel of the weights and for '
+        "each token",
+    )
+    vllm: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further arguments of vLLM's AsyncEngineArgs, which are passed on as they are, e.g. "
+        "{ max_num_batched_tokens = 8192 }; arguments that would break a guarantee of rollflow are rejected",
+    )
     speculation: Literal["none", "ngram", "suffix", "mtp"] = Field(
         "none",
         description="source of drafted tokens, which vLLM verifies several at a time (speculative decoding). "
@@ -82,6 +125,26 @@ class VllmEngineConfig(EngineBase):
             )
             refuse("engine.speculation", self.speculation, cure)
         return self
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        """Reject options of vLLM that contradict each other, or that would break a guarantee of rollflow."""
+        if self.max_model_len is not None and self.max_model_len <= self.max_new_tokens:
+            least = self.max_new_tokens + 1
+            cure = (
+                f"a prompt needs room beside a response of engine.max_new_tokens = {self.max_new_tokens}; choose "
+                f"{least} or more, or lower engine.max_new_tokens"
+            )
+            refuse("engine.max_model_len", self.max_model_len, cure)
+        if self.gpu_memory_utilization is not None and self.kv_cache_bytes is not None:
+            cure = f"vLLM ignores it beside engine.kv_cache_bytes = {self.kv_cache_bytes}; remove one of the two keys"
+            refuse("engine.gpu_memory_utilization", self.gpu_memory_utilization, cure)
+        if refused := find_refusal(self.vllm):
+            refuse(*refused)
+        return self
+
+    def limit_context(self, context: int) -> int:
+        return context if self.max_model_len is None else min(context, self.max_model_len)
 
 
 # vLLM raises lower temperatures to 0.01 and rejects temperatures above 2.

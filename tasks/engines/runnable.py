@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.engines.config import VllmEngineConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20  # default size of vLLM's KV cache on a CPU, in bytes, unless one request needs more
 LARGEST_CPU_KV_CACHE = 4 << 30  # largest default size of vLLM's KV cache on a CPU, in bytes
@@ -35,6 +36,19 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
             f"{named}: vLLM's CPU attention has no kernel for attention heads of size {size}, only for sizes "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose hidden_size / heads among these sizes, or set "
             "engine.kind = 'transformers'"
+        )
+
+
+def check_gpu_memory(config: VllmEngineConfig, has_gpu: Callable[[], object]) -> None:
+    """Reject a share of GPU memory for an engine on a CPU, where vLLM would ignore it.
+
+    Raises:
+        ConfigError: the key `engine.gpu_memory_utilization` is set, and the machine has no GPU.
+    """
+    if config.gpu_memory_utilization is not None and not has_gpu():
+        raise ConfigError(
+            f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: the machine has no GPU; remove the key, "
+            "or set engine.kv_cache_bytes, the size of the KV cache on a CPU"
         )
 
 

@@ -188,6 +188,9 @@ class RunConfig(Section):
         if cold and cold.context <= self.engine.max_new_tokens:
             cure = f"it must be below policy.cold_start.context = {cold.context}; lower it, or raise the context"
             yield refusal("engine.max_new_tokens", self.engine.max_new_tokens, cure)
+        if self._is_quantized and self.policy.dtype != "bfloat16":
+            cure = 'vLLM quantizes weights in bfloat16 only; set policy.dtype = "bfloat16", or remove the key'
+            yield refusal("engine.quantization", getattr(self.engine, "quantization", None), cure)
         for section, scorer in list_remote(self.scorers).items() if cold else ():
             cure = "a cold start compares its responses with answers, without a judge or a reward model; set "
             yield refusal(f"{section}.kind", scorer.kind, f"{cure}policy.path to a trained policy")
@@ -296,13 +299,20 @@ class RunConfig(Section):
         return engine
 
     @property
+    def _is_quantized(self) -> bool:
+        return isinstance(self.engine, VllmEngineConfig) and self.engine.quantization != "none"
+
+    @property
     def probe_tolerance(self) -> float:
         """The largest accepted difference, in nats, between the log-probs of an engine and those of the learner.
 
         Log-probs in bfloat16 differ by up to 0.5 nats between correct engines and the learner, because of rounding.
-        Engines with outdated weights have log-probs that differ by more than one nat.
+        Engines with outdated weights have log-probs that differ by more than one nat. Log-probs of a quantized engine
+        differ by up to 0.9 nats from those of the learner (a random policy on a CPU).
         """
         chosen = self.engine.probe_tolerance
+        if chosen is None and self._is_quantized:
+            return 2.0
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
 
     @property

@@ -370,7 +370,8 @@ def open_prompts(
     config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader, split: Split = "key"
 ) -> RunPrompts:
     """Open the prompts that a config describes; without a tokenizer, only the texts of the prompts are available."""
-    longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
+    engine = config.engine
+    longest = engine.limit_context(tokenizer.context) - engine.max_new_tokens if tokenizer else 0
     encode = tokenizer.encode_prompt if tokenizer else None
     return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read, split)
 

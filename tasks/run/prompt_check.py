@@ -346,7 +346,7 @@ def _note_unreachable(
 
 def _compute_room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:
     """Return the largest number of tokens that a prompt may have if room for the response is left."""
-    return tokenizer.context - config.engine.max_new_tokens
+    return config.engine.limit_context(tokenizer.context) - config.engine.max_new_tokens
 
 
 def _format_tokens(length: int, room: int) -> str:

@@ -48,6 +48,23 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ('rollout.admit_by="kv"', ["rollout.admit_by = 'kv'", "engine.kv_tokens"]),
         ("engine={kind='transformers', speculation='suffix'}", ["engine.speculation = 'suffix'", "no such key"]),
         ('engine.speculation="mtp"', ["engine.speculation = 'mtp'", 'choose "suffix" or "ngram"']),
+        ("engine.max_model_len=6", ["engine.max_model_len = 6", "engine.max_new_tokens = 6", "choose 7 or more"]),
+        ("engine.max_model_len=4096", ["engine.max_model_len = 4096", "context has only 256 tokens", "remove the key"]),
+        ("engine.gpu_memory_utilization=1.5", ["engine.gpu_memory_utilization = 1.5", "greater than the maximum of 1"]),
+        ("engine.gpu_memory_utilization=0.5", ["engine.gpu_memory_utilization = 0.5", "set engine.kv_cache_bytes"]),
+        (
+            "engine={gpu_memory_utilization=0.5, kv_cache_bytes=4}",
+            ["engine.gpu_memory_utilization = 0.5", "engine.kv_cache_bytes = 4", "remove one of the two keys"],
+        ),
+        ("engine.quantization=fp8", ["engine.quantization = 'fp8'", "fp8_per_channel"]),
+        (
+            "engine.quantization=fp8_per_channel",
+            ["engine.quantization = 'fp8_per_channel'", 'policy.dtype = "bfloat16"'],
+        ),
+        ("engine.vllm=1", ["engine.vllm = 1", "dictionary"]),
+        ("engine.vllm.dtype=half", ["engine.vllm.dtype = 'half'", "set policy.dtype instead"]),
+        ("engine.vllm.seed=1", ["engine.vllm.seed = 1", "the key seed", "remove the argument"]),
+        ("engine.vllm.max_batched_tokens=64", ["engine.vllm.max_batched_tokens = 64", "mean max_num_batched_tokens?"]),
         ("rollout.redundant_groups=false", ["rollout.redundant_groups = false", "write a number"]),
         ("rollout.filter.min_mean=true", ["rollout.filter.min_mean = true", "write a number"]),
         ("train.betas=[true, 0.9]", ["train.betas = [true, 0.9]", "write a number"]),
@@ -142,7 +159,7 @@ def test_error_suggests_only_keys_that_fit_the_given_value(
 
 
 def test_unknown_key_with_the_name_of_a_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "check", RECIPE, "--set", "engine.vllm=1").startswith("engine.vllm = 1: there is no such")
+    assert refused(capsys, "check", RECIPE, "--set", "engine.timed=1").startswith("engine.timed = 1: there is no such")
 
 
 @pytest.mark.parametrize("key", ["engine.temperature", "evaluation.temperature"])
@@ -321,6 +338,12 @@ def test_kv_cache_above_4_gib_must_be_configured(capsys: pytest.CaptureFixture[s
     folder = make_policy(tmp_path / "policy", max_position_embeddings=2**20, **shape)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert sentence.startswith(f"engine.kv_cache_bytes = {2**28}: vLLM needs {(2**20 + 32) * 4096} bytes")
+    assert "the policy's context; set" in sentence
+    for length in (2**19, 2**20 - 32):
+        recipe = policy_recipe(tmp_path, folder, f"[engine]\nmax_model_len = {length}\n")
+        fits = (length + 32) * 4096 <= 4 << 30
+        found = "has no weights in safetensors format" if fits else f"{length} tokens, engine.max_model_len; set"
+        assert found in refused_alike(capsys, recipe)
 
 
 def test_recipe_that_needs_more_gpus_than_a_node_has_is_refused(

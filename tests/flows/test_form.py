@@ -196,6 +196,7 @@ def test_prefect_form_shows_raw_json_only_for_tables() -> None:
         "mcp",
         "runtime_env",
         "tools",
+        "vllm",
     }
     assert raw == own | {"endpoints", "kinds", "parts", "rewards", "row", "rubric"}
 

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import multiprocessing.forkserver
 import os
-import secrets
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
-from rollflow.tasks.engines.speculation import PastFeed, PastResponse, ReadPast, build_speculation
+from rollflow.tasks.engines.runnable import check_gpu_memory, check_head_size
+from rollflow.tasks.engines.speculation import PastFeed, PastResponse, ReadPast
 from rollflow.tasks.engines.stop_strings import watch_stops
-from rollflow.tasks.policies.context import context_length
+from rollflow.tasks.engines.vllm.arguments import build_arguments, build_vllm_config
 from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.runtime.fork_server import fork_server
@@ -47,7 +45,6 @@ START_SECONDS = 600.0
 CALL_SECONDS = 50.0  # deadline, in seconds, of `suspend`, `resume` and `abort`, which take milliseconds
 UPDATE_SECONDS = 120.0
 DEATH_SECONDS = 0.2  # seconds between two checks that vLLM's process is alive, while a call waits for an answer
-WORKER = "rollflow.tasks.engines.vllm.worker"
 REMEMBERED_AT_ONCE = 4096  # largest number of past responses in one message to vLLM's process
 # The named module is imported in the process from which vLLM's core processes are forked.
 CORE_IMPORTS = "rollflow.tasks.engines.vllm.imports"
@@ -63,7 +60,6 @@ class VllmEngine:
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         seeded: bool = False,
-        compile: bool | None = None,
         repair_tied_head: bool = True,
         told_as: str = "",
         read_past: ReadPast | None = None,
@@ -71,8 +67,6 @@ class VllmEngine:
         """Create a vLLM engine; `start` starts vLLM's processes.
 
         Args:
-            compile: if True, vLLM compiles the model; by default only on a GPU. Compilation takes about 20 s at the
-                start, and does not speed up small models on a CPU.
             repair_tied_head: if True, vLLM's copy of the output head is recomputed after each load of weights. A test
                 passes False to show that comparing log-probs detects a stale output head.
             told_as: this is the `model_name` in vLLM's own metrics, which Ray collects. If `told_as` is "", vLLM
@@ -84,7 +78,6 @@ class VllmEngine:
         self._folder = policy_folder
         self._dtype = dtype
         self._seeded = seeded
-        self._compile = compile
         self._repair_tied_head = repair_tied_head
         self._told_as = told_as
         self._past = PastFeed(read_past if config.speculation == "suffix" else None, self.remember)
@@ -104,6 +97,7 @@ class VllmEngine:
         from torch.cuda import is_available
 
         check_head_size(self._folder, str(self._folder), is_available)
+        check_gpu_memory(self._config, is_available)
         with _environment(self._config.threads, speculates=self._config.speculation != "none"):
             async with asyncio.timeout(START_SECONDS):
                 self._llm = await asyncio.to_thread(self._build_llm)
@@ -113,49 +107,21 @@ class VllmEngine:
         spare_collector()  # without this call, a full garbage collection would spend 0.4 s on vLLM's modules
 
     def _build_llm(self) -> Any:
+        from torch.cuda import is_available
+
         with pause_collector():
             disable_optional_libraries()
             _fork_cores()
-            from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-        loggers = [_enable_ray_logger()] if self._told_as else []
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._build_arguments()), stat_loggers=loggers)
-
-    def _build_arguments(self) -> dict[str, Any]:
-        from torch.cuda import is_available
-
-        gpu = is_available()
-        config = self._config
-        executor = "OwnedInlineExecutor" if config.tensor_parallel == 1 else "OwnedMultiprocExecutor"
-        return {
-            "model": str(self._folder),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "use_tqdm_on_load": False,
-            "seed": secrets.randbits(31),  # replicas and restarted engines must draw different random numbers
-            "dtype": self._dtype,
-            "logprobs_mode": "processed_logprobs",
-            "max_num_seqs": config.max_concurrent_requests,
-            "max_logprobs": 1,
-            "kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else self._cpu_kv_cache()),
-            "enforce_eager": not (gpu if self._compile is None else self._compile),
-            "enable_prefix_caching": config.prefix_caching,
-            "enable_chunked_prefill": False if self._seeded and not gpu else None,
-            "block_size": None if gpu else CPU_BLOCK_TOKENS,
-            "tensor_parallel_size": config.tensor_parallel,
-            "generation_config": "vllm",  # makes vLLM ignore the policy's top_p and top_k
-            "disable_log_stats": True,  # vLLM prints no statistics, but passes them to its loggers
-            "served_model_name": self._told_as or None,
-            "worker_extension_cls": f"{WORKER}.PolicyWorker",
-            "distributed_executor_backend": f"{WORKER}.{executor}",
-            "additional_config": {"rollflow_owner": os.getpid()},
-            **build_speculation(config),
-        }
-
-    def _cpu_kv_cache(self) -> int:
-        context = context_length(json.loads((self._folder / "config.json").read_text()))
-        return cpu_kv_cache(self._folder, context, self._dtype)
+        config, seeded, told_as = self._config, self._seeded, self._told_as
+        arguments = build_arguments(
+            config, self._folder, dtype=self._dtype, seeded=seeded, told_as=told_as, gpu=is_available()
+        )
+        # vLLM prints no statistics, but passes them to its loggers.
+        loggers = [_enable_ray_logger()] if told_as else []
+        vllm_config = build_vllm_config(config, arguments)
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()

@@ -18,7 +18,7 @@ import psutil
 import torch
 import vllm.v1.sample.sampler as sampler
 from vllm import SamplingParams, envs
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -107,14 +107,18 @@ class PolicyWorker:
         """
         size = self.vllm_config.cache_config.block_size
         blocks = list(range(1, 2 + len(tokens) // size))  # block 0 is vLLM's null block
-        step = SchedulerOutput.make_empty()
-        step.scheduled_new_reqs = [
-            _build_probe(tokens, (blocks,) * len(self.model_runner.kv_cache_config.kv_cache_groups))
-        ]
-        step.num_scheduled_tokens = {PROBE: len(tokens)}
-        step.total_num_scheduled_tokens = len(tokens)
-        self.execute_model(step)
-        output = self.sample_tokens(None)
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        for start in range(0, len(tokens), most):
+            step = SchedulerOutput.make_empty()
+            if start == 0:
+                groups = len(self.model_runner.kv_cache_config.kv_cache_groups)
+                step.scheduled_new_reqs = [_build_probe(tokens, (blocks,) * groups)]
+            else:
+                step.scheduled_cached_reqs = CachedRequestData([PROBE], set(), [], {}, [None], [start], [0])
+            step.total_num_scheduled_tokens = min(most, len(tokens) - start)
+            step.num_scheduled_tokens = {PROBE: step.total_num_scheduled_tokens}
+            self.execute_model(step)
+            output = self.sample_tokens(None)
         done = SchedulerOutput.make_empty()
         done.finished_req_ids = {PROBE}
         self.execute_model(done)

@@ -55,7 +55,7 @@ class DemonstratedEpisodes:
     """Converts a question with its example answer into demonstrations."""
 
     def __init__(self, config: RunConfig, tokenizer: PolicyTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._context = tokenizer, config.engine.limit_context(tokenizer.context)
         self._ports = replace(build_ports(config, tokenizer), limits=NO_LIMITS)
         self._tools = config.environment if isinstance(config.environment, ToolsEnvironment) else None
         self._schemas = list_schemas(self._tools) if self._tools is not None else []
@@ -70,7 +70,7 @@ class DemonstratedEpisodes:
     def __call__(self, prompt: Prompt, question: Question) -> list[Demonstration]:
         """Return the demonstrations of a question, one for each branch of its episode.
 
-        Raises: ConfigError: the turns do not fit the environment, or are too long for the policy's context.
+        Raises: ConfigError: the turns do not fit the environment, or are too long for the context.
         """
         if question.turns or self._tools is not None or self._thread is not None:
             turns = question.turns or (DemonstratedTurn(question.answer, ends=True),)
@@ -87,7 +87,7 @@ class DemonstratedEpisodes:
         async def ask(turn: Turn) -> VersionedGeneration | None:
             return self.say(turn, turns[turn.number]) if turn.number < len(turns) else None
 
-        room = self._tokenizer.context - prompt.input.length
+        room = self._context - prompt.input.length
         episode, why = PlayedEpisode(prompt, room, ask, want_every, accept_every, ports=self._ports), ""
         try:
             score = await episode.play(environment)
