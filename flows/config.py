@@ -189,7 +189,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node = node.setdefault(name, {}) if isinstance(node, dict) else _list_item(node, name, key)
         if not isinstance(node, (dict, list)):
             raise ConfigError(
-                f"--set {key}: {'.'.join(parents[: position + 1])} is a value, not a section; give the key of a section"
+                f"--set {key}: {'.'.join(parents[: position + 1])} has no keys, because it is a single value and "
+                "not a section; give the key of a section"
             )
     value = _toml_value(text.strip())
     if isinstance(node, list):
@@ -230,7 +231,9 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
 
 def _list_item(node: list[Any], name: str, key: str) -> Any:
     if not name.isdecimal() or int(name) >= len(node):
-        raise ConfigError(f"--set {key}: {name!r} is not a position in a list of {len(node)} items")
+        raise ConfigError(
+            f"--set {key}: the list has {len(node)} items, and {name!r} is not a position in it; positions begin at 0"
+        )
     return node[int(name)]
 
 

@@ -72,7 +72,6 @@ def _read_prompts(context: RunContext) -> list[str]:
 def _check_tokenizer_agrees(context: RunContext, folder: Path) -> None:
     if (what := find_other_reading(folder, _read_prompts(context))) is not None:
         raise ConfigError(
-            f"run {context.run_id!r} cannot be exported for other tools: {what}. AutoTokenizer and "
-            "tokenizer.json agreed with the library versions that prepared the run; install those versions, "
-            "or read the run's weights with its tokenizer.json only"
+            f"run {context.run_id!r} cannot be exported for other tools: {what}. Install the library versions "
+            "that prepared the run, or use its weights with tokenizer.json only"
         )

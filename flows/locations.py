@@ -33,7 +33,7 @@ def run_home() -> Path:
         return Path(given).expanduser().absolute()
     except (RuntimeError, FileNotFoundError) as error:
         raise ConfigError(
-            f"ROLLFLOW_HOME = {given!r}: this path names no folder ({error}); set ROLLFLOW_HOME to an absolute path"
+            f"ROLLFLOW_HOME = {given!r} is not the path of a folder ({error}); set ROLLFLOW_HOME to an absolute path"
         ) from None
 
 

@@ -34,7 +34,8 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     """
     if is_number(run_id):
         raise ConfigError(
-            f"run id = {run_id!r}: a number means a policy version of the newest run; add a letter to the id"
+            f"run id = {run_id!r} is a number, which commands would read as a policy version of the newest run; "
+            "add a letter to the id"
         )
     found = preflight(config, tell=tell)
     uri = store_uri(config)

@@ -35,8 +35,8 @@ def recover(flow_run_id: str) -> str | None:
     while not is_up(successor):
         if time.monotonic() > limit:
             raise Unreachable(
-                f"waited {START_SECONDS:g} s for a Prefect runner to start flow run {successor.flow_run}; check "
-                "that `rollflow serve` runs"
+                f"no Prefect runner started flow run {successor.flow_run} within {START_SECONDS:g} s; check that "
+                "`rollflow serve` runs"
             )
         time.sleep(POLL_SECONDS)
     successor.notes.flush()

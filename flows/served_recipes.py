@@ -70,7 +70,7 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
     """
     files = sorted(folder.glob("*.toml"))
     if not files:
-        raise ConfigError(f"there is no recipe in {str(folder)!r}; name a folder with *.toml files")
+        raise ConfigError(f"the folder {str(folder)!r} contains no recipe; name a folder with *.toml files")
     found: dict[str, ServedRecipe] = {}
     for file in files:
         recipe = _read_recipe(file)
@@ -78,7 +78,7 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
         if name in deployment_names(SERVED) or name in found:
             other = "rollflow's own flows" if name in deployment_names(SERVED) else f"{found[name].file.name!r}"
             raise ConfigError(
-                f"{str(file)!r}: {other} also has name = {name!r}; give one of the two recipes another name"
+                f"the recipes {str(file)!r} and {other} have the same name = {name!r}; give one of them another name"
             )
         found[name] = recipe
     return list(found.values())

@@ -119,7 +119,9 @@ def build_offsets(lengths: np.ndarray) -> pa.Buffer:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > MOST:
-        raise OverflowError(f"a column of this batch has {offsets[-1]} values, but Arrow's lists have at most {MOST}")
+        raise OverflowError(
+            f"a column of this batch has {offsets[-1]} values, more than the {MOST} that an Arrow list can contain"
+        )
     return pa.py_buffer(offsets.astype(LENGTH))
 
 

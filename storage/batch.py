@@ -95,11 +95,12 @@ class TrajectoryBatch:
         found = (table.schema.metadata or {}).get(b"rollflow.schema", b"none").decode(errors="replace")
         if found != str(SCHEMA_VERSION):
             raise Corrupt(
-                f"the batch has trajectory schema {found}, and this version of rollflow reads schema {SCHEMA_VERSION}"
+                f"the batch was written with trajectory schema {found}, but this version of rollflow reads only "
+                f"schema {SCHEMA_VERSION}"
             )
         more = table.schema.names[len(SCHEMA) :]
         if not table.schema.equals(schema_with(more) if more else SCHEMA):
-            raise Corrupt(f"the batch's columns are not the columns of trajectory schema {SCHEMA_VERSION}")
+            raise Corrupt(f"the columns of the batch differ from those of trajectory schema {SCHEMA_VERSION}")
         optional = [table[name].combine_chunks() for name in more]
         required = table.columns[: len(SCHEMA)]
         if any(column.null_count for column in required) or any(map(optional_columns.has_inner_nulls, optional)):

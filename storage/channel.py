@@ -85,7 +85,7 @@ class Channel(Generic[Payload]):
         left = deadline
         while (held := await self._refresh_batch(number)) is None:
             if left <= 0:
-                raise TimeoutError(f"waited {deadline:g} s for batch {number} from the rollout stage")
+                raise TimeoutError(f"batch {number} did not come from the rollout stage within {deadline:g} s")
             look = min(LOOK_SECONDS, left)
             left -= look
             with contextlib.suppress(TimeoutError):
@@ -146,4 +146,4 @@ class Channel(Generic[Payload]):
         try:
             await asyncio.wait_for(self._changed.wait_for(condition), deadline)
         except TimeoutError:
-            raise TimeoutError(f"waited {deadline:g} s for {what}") from None
+            raise TimeoutError(f"waited for {what} in vain, for {deadline:g} s") from None

@@ -78,7 +78,8 @@ class ModelInput:
         for position, part in placed:
             if not end <= position <= len(flat) - part.length:
                 raise ValueError(
-                    f"a part of {part.length} positions does not fit at position {position} of {len(flat)}"
+                    f"a part of {part.length} positions does not fit at position {position} of an input of "
+                    f"{len(flat)} positions"
                 )
             end = position + part.length
         return cls(flat, placed)

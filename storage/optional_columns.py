@@ -73,7 +73,9 @@ def join(groups: Sequence[tuple[int, Arrays]]) -> dict[str, pa.Array]:
             for name, kind in ((field.name, field.type) for field in fields(present))
         }
     except pa.ArrowInvalid as error:
-        raise OverflowError(f"an optional column of this batch has too many values: {error}") from error
+        raise OverflowError(
+            f"an optional column of this batch has more values than Arrow can store: {error}"
+        ) from error
 
 
 def fields(names: Collection[str]) -> list[pa.Field]:

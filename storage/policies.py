@@ -206,7 +206,7 @@ class PolicyStore:
         try:
             data = map_file(local) if local is not None else memoryview(self.store.get(stored.path))
         except Missing as error:
-            raise Corrupt(f"{stored.path} is missing") from error
+            raise Corrupt(f"the object {stored.path} is missing") from error
         check_object(stored, len(data), hashlib.sha256(data).hexdigest())
         return data
 
@@ -223,7 +223,7 @@ class PolicyStore:
         try:
             sha256 = sha256_of(path)
         except Missing as error:
-            raise Corrupt(f"{stored.path} is missing") from error
+            raise Corrupt(f"the object {stored.path} is missing") from error
         check_object(stored, path.stat().st_size, sha256)
         return path
 
@@ -278,7 +278,7 @@ class PolicyStore:
         objects are not read."""
         for stored in version.weights:
             if not self._is_there(stored, self.store.exists):
-                raise Missing(f"there is no object {stored.path}, or an object from which it is rebuilt")
+                raise Missing(f"the object {stored.path} is missing, or an object from which it is rebuilt")
 
     def has_weights(self, version: PolicyVersion, exists: Callable[[str], bool] | None = None) -> bool:
         """Return whether storage has all objects from which the weight files of a policy version are read. Objects of
@@ -319,7 +319,10 @@ class PolicyStore:
         try:
             return self.find(version.number - 1)
         except Missing as error:
-            raise Corrupt(f"the weights of version {version.number} have no parent: {error}") from error
+            raise Corrupt(
+                f"the weights of version {version.number} cannot be rebuilt, because the version before is "
+                f"unknown: {error}"
+            ) from error
 
 
 def put_object(store: ObjectStore, path: str, data: Data) -> StoredObject:

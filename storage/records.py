@@ -92,8 +92,8 @@ class Cursor:
         """Raise `ValueError` if the tuples `issued` and `filtered` have different lengths."""
         if len(self.issued) != len(self.filtered):
             raise ValueError(
-                f"the cursor counts issued prompts of {len(self.issued)} sources and filtered prompts of "
-                f"{len(self.filtered)} sources"
+                f"the cursor has counts of issued prompts for {len(self.issued)} sources, but of filtered prompts "
+                f"for {len(self.filtered)}; the numbers must be equal"
             )
 
     @property

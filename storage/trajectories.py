@@ -98,7 +98,7 @@ class TrajectoryStore:
         """
         written = self.log.read(entry)
         if written is None or not isinstance(written.entry.body, BatchCommitted):
-            raise Corrupt(f"entry {entry} of {self.store.uri} does not commit a batch")
+            raise Corrupt(f"log entry {entry} of {self.store.uri} should commit a batch, but records something else")
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
@@ -132,7 +132,7 @@ class TrajectoryStore:
         try:
             data = _bytes_of(self.store, file.path)
         except Missing as error:
-            raise Corrupt(f"{file.path} is missing") from error
+            raise Corrupt(f"the object {file.path} is missing") from error
         verify(file, data)
         return data
 
@@ -176,7 +176,9 @@ class TrajectoryStore:
 def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
     """Raise `Corrupt` unless `data` has the size and sha256 that the log records."""
     if len(memoryview(data)) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
-        raise Corrupt(f"{file.path} does not contain what was committed (the sha256 or the size differs)")
+        raise Corrupt(
+            f"{file.path} does not have the content that its log entry names (the sha256 or the size differs)"
+        )
 
 
 def committed_group(group: FinishedGroup) -> TrainedGroup:

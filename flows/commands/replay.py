@@ -175,7 +175,9 @@ def _select_range(context: RunContext, version: int | None, newest: int, every: 
     if chosen == 0:
         raise ConfigError("version 0 was not trained from a batch; replay version 1 or a later one")
     if not 0 < chosen <= newest:
-        raise ConfigError(f"version {chosen} is not published; run {context.run_id!r} has versions 0 to {newest}")
+        raise ConfigError(
+            f"VERSION = {chosen}: run {context.run_id!r} has only the versions 0 to {newest}; give one of them"
+        )
     return chosen, chosen
 
 

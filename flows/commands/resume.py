@@ -58,8 +58,8 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
     recheck(after, context)
     if is_under_way(context):
         raise ConfigError(
-            f"run {context.run_id!r} is under way, and its config can change only at a start; stop the run first: "
-            f"rollflow stop {context.uri}"
+            f"run {context.run_id!r} is running, and a config can change only while its run is stopped; stop the "
+            f"run first: rollflow stop {context.uri}"
         )
     if change_config(context, after):
         print(change_sentence(context.configs[-1]), flush=True)

@@ -138,13 +138,13 @@ def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
     if options.database is not None and options.database != read_addresses(run_home()).get("database"):
         if urlsplit(options.database).password:
             raise ConfigError(
-                f"--database {redact(options.database)!r} has a password, and the run home would store it; remove the "
-                "password, and set PGPASSWORD"
+                f"--database {redact(options.database)!r} has a password, which would be stored in the run "
+                "home; remove the password, and set PGPASSWORD"
             )
         given["database"] = options.database
     if is_held(run_home() / "prefect" / "holder") and given.keys() & {"prefect", "database"}:
         raise ConfigError(
-            f"a command uses the Prefect server of {run_home()}; change the server's port or database when the command "
-            "has ended"
+            f"the port or database cannot change now, because a command uses the Prefect server of {run_home()}; "
+            "try again when the command has ended"
         )
     return given

@@ -94,14 +94,18 @@ def points_of(options: argparse.Namespace) -> list[SweepRun]:
     first = load_recipe(options.recipe, varied[0])
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
-        raise ConfigError(f"--study {study!r} is too long for a part of run ids; give at most {LONGEST_RECIPE} letters")
+        raise ConfigError(
+            f"--study {study!r} is too long, because the name becomes a part of run ids; give at most "
+            f"{LONGEST_RECIPE} letters"
+        )
     count = len(varied) * options.seeds
     if count == 1:
         several = "--set train.learning_rate=1e-4,3e-4, or --seeds 3"
-        raise ConfigError(f"a sweep needs several values or seeds, e.g. {several}; `rollflow run` makes one run")
+        raise ConfigError(f"a sweep needs several values or seeds, e.g. {several}; for one run use `rollflow run`")
     if count > MOST:
         raise ConfigError(
-            f"--seeds {options.seeds}: the sweep would have {count} runs; give fewer values or seeds, for {MOST} runs"
+            f"--seeds {options.seeds}: the sweep would have {count} runs, but at most {MOST} are allowed; give "
+            "fewer values or seeds"
         )
     found = []
     for (number, sets), seed in product(enumerate(varied), range(options.seeds)):
@@ -176,7 +180,10 @@ def _is_begun(point: SweepRun) -> bool:
     if not context.store.exists(entry_path(0)):
         return False
     if context.all_configs[0] != point.config:
-        raise ConfigError(f"--study: run {point.run_id!r} was begun with other values; give the study another name")
+        raise ConfigError(
+            f"--study: run {point.run_id!r} of this study exists already, and has other values; give the study "
+            "another name"
+        )
     return True
 
 

@@ -122,7 +122,9 @@ class ActorKeeper(Generic[Status]):
     def _check_progress(self) -> None:
         if time.monotonic() - self._changed > self.watched.patience:
             last = self._last.progress if self._last else None
-            raise RollflowError(f"the actor made no progress for {self.watched.patience:g} s; last seen at: {last}")
+            raise RollflowError(
+                f"the actor made no progress for {self.watched.patience:g} s; its last reported progress: {last}"
+            )
 
     def _check_lease(self) -> None:
         if self._lease.check_expiry():

@@ -156,7 +156,9 @@ class Engines:
                 if failure:
                     raise EngineFailed(failure)
         elif time.monotonic() - engine.asked > self._patience:
-            raise EngineFailed(f"{engine.name} did not answer for {self._patience:g} s (recovery.answer_seconds)")
+            raise EngineFailed(
+                f"{engine.name} did not answer for {self._patience:g} s, the limit of recovery.answer_seconds"
+            )
         elif engine.vitals:
             engine.vitals.check_actor()
 

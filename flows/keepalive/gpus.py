@@ -53,19 +53,19 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     if together > largest:
         cure = f"set train.ranks = {largest:g}, or train.multi_node = true"
         raise ConfigError(
-            f"train.ranks = {ranks}: without train.multi_node all ranks run on one node, and the largest "
-            f"node has {largest:g} GPUs; {cure}"
+            f"train.ranks = {ranks}: all ranks must fit on one node, because train.multi_node is false, but the "
+            f"largest node has only {largest:g} GPUs; {cure}"
         )
     if width > largest:
         raise ConfigError(
-            f"engine.tensor_parallel = {width}: an engine runs on one node, and the largest node has "
+            f"engine.tensor_parallel = {width}: an engine must fit on one node, but the largest node has only "
             f"{largest:g} GPUs; set engine.tensor_parallel = {largest:g} or less"
         )
     if needed > have:
         raise ConfigError(
-            f"train.ranks = {ranks} and engine.tensor_parallel = {width}: {engines} engines and the learner "
-            f"need {needed} GPUs, and the cluster has {have:g}; lower engine.replicas, "
-            "engine.tensor_parallel or train.ranks"
+            f"train.ranks = {ranks} and engine.tensor_parallel = {width}: {engines} engines and the learner need "
+            f"{needed} GPUs, but the cluster has only {have:g}; lower engine.replicas, engine.tensor_parallel or "
+            "train.ranks"
         )
     return GpuShares(width, together)
 
@@ -78,7 +78,10 @@ def _count_model_gpus(config: RunConfig, have: float) -> float:
     if needed and needed >= have:
         section = next(section for section, reward in list_models(config).items() if reward.gpus)
         cure = "engines and learner need GPUs, too; lower gpus or workers, or set gpus = 0 to score on CPUs"
-        raise ConfigError(f"{section}.gpus: the reward models need {needed:g} GPUs of the cluster's {have:g}; {cure}")
+        raise ConfigError(
+            f"{section}.gpus: the reward models need {needed:g} of the {have:g} GPUs of the cluster, so too few "
+            f"are left for the engines and the learner; {cure}"
+        )
     return needed
 
 

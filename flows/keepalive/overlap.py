@@ -29,7 +29,7 @@ DEVICES = ("nvidia[0-9]*", "kfd")  # files in /dev of GPU drivers
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The hardware of one machine, and whether the run's engines and its learner may run on the machine."""
+    """The hardware of one machine, whether the run's engines may run on it, and whether its learner may."""
 
     cores: float
     gpus: float = 0.0

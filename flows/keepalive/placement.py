@@ -32,7 +32,8 @@ def check_private_placement(config: RunConfig) -> None:
                 cure = "set cluster.address to a cluster with such a node, or remove the key"
                 where = f"cluster.placement.{role}.{key} = {value!r}"
                 raise ConfigError(
-                    f"{where}: the node of a private cluster has neither labels nor custom resources; {cure}"
+                    f"{where}: no node has this, because the single node of a private cluster has neither labels "
+                    f"nor custom resources; {cure}"
                 )
 
 

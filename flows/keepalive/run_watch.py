@@ -99,7 +99,7 @@ class RunWatch:
 
     def _check_request(self) -> None:
         if self._stages.paused:
-            raise RunEnded("a user paused the run's flow run", pause=True)
+            raise RunEnded("the run was paused, because a user paused its flow run in Prefect", pause=True)
         asked = read_request(self._writer.context.store)
         if asked is None:
             return

@@ -146,7 +146,8 @@ class Stages:
                     break
             if time.monotonic() > limit:
                 raise RestartsExhausted(
-                    f"waited {START_SECONDS:g} s for the stages with the old config to end; resume the run"
+                    f"the stages that still have the previous config did not end within {START_SECONDS:g} s; "
+                    "resume the run to try again"
                 )
             time.sleep(STATE_SECONDS)
         kill_actors(self.context)
@@ -227,12 +228,17 @@ class Stages:
         if state.is_crashed():
             self._schedule_restart(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
         elif state.is_final() and not stage.completed:
-            raise RestartsExhausted(f"the {stage.role} stage's flow run ended {state.name}: {reason_of(state.message)}")
+            raise RestartsExhausted(
+                f"the flow run of the {stage.role} stage ended in the state {state.name}: {reason_of(state.message)}"
+            )
         elif state.is_paused():
             self._unpause(stage, client, stage.run)
         elif not state.is_final() and not stage.running:
             if time.monotonic() - stage.started > START_SECONDS:
-                raise RestartsExhausted(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
+                raise RestartsExhausted(
+                    f"no Prefect runner started the {stage.role} stage within {START_SECONDS:g} s; resume the run "
+                    "to try again"
+                )
         elif stage.running and self._is_unattended(stage):
             cancel_flow_run(client, stage.run)
             self._schedule_restart(stage, "its actor is gone, and its flow does not start a new actor")
@@ -321,7 +327,9 @@ class Stages:
         while not self.have_ended(*ACTORS):
             if time.monotonic() > limit:
                 states = {stage.role: stage.state for stage in self.all.values()}
-                raise RestartsExhausted(f"waited {END_SECONDS:g} s for the stages to end; their states: {states}")
+                raise RestartsExhausted(
+                    f"the stages of the run did not end within {END_SECONDS:g} s; their states: {states}"
+                )
             self._finish_reward()
             time.sleep(0.2)
             self._looked = 0.0

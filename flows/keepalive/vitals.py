@@ -42,19 +42,20 @@ class Vitals:
             Unreachable: the actor is dead or stuck; the message says how this was found.
         """
         if why := explain_lost_actor(self._id):
-            raise Unreachable(f"cannot wait for {self._name}: {why}")
+            raise Unreachable(f"cannot wait any longer for {self._name}: {why}")
         now = time.monotonic()
         if self._window and now - self._window[0] < self._longest:
             return False
         found = find_actor_process(self._id)
         if found is None or not found.created:
             if now - self._began > START_SECONDS:
-                raise Unreachable(f"waited {START_SECONDS:g} s for {self._name} to start")
+                raise Unreachable(f"the process of {self._name} did not start within {START_SECONDS:g} s")
             return True
         used, window = found.cpu_seconds() or 0.0, self._window
         if window and used - window[1] < LEAST_SHARE * (now - window[0]):
             raise Unreachable(
-                f"the process of {self._name} is idle, but has not answered a status call for {now - self._began:.0f} s"
+                f"the process of {self._name} hangs: it uses no CPU time, but has not answered a status call for "
+                f"{now - self._began:.0f} s"
             )
         self._window = now, used
         return False

@@ -53,7 +53,9 @@ def open_policy(name: str, version: int | None, store: str | None, config: RunCo
     if not (Path(name).expanduser() / "config.json").exists():
         return open_version(find_run(name, store), version, config)
     if version is not None:
-        raise ConfigError(f"--version {version}: {name!r} is a folder with one policy; leave --version out")
+        raise ConfigError(
+            f"--version {version}: {name!r} is a folder, which contains only one policy; leave --version out"
+        )
     own = config.policy.model_copy(update={"path": name, "from_run": None, "cold_start": None})
     return open_recipe_policy(config.model_copy(update={"policy": own}), scratch)
 
@@ -103,7 +105,10 @@ def open_recipe_policy(config: RunConfig, scratch: Path, read: Reader | None = N
 
 def _find_weights(path: str | None) -> Path:
     if path is None:
-        raise ConfigError("policy.cold_start: the recipe's policy has no weights before a run; name a run or a folder")
+        raise ConfigError(
+            "policy.cold_start: the policy of this recipe gets its weights only in a run, so it cannot be used "
+            "yet; name a run or a folder"
+        )
     weight_paths(path)  # raises an error that names missing weight files
     found = find_policy(path)
     assert found is not None, "what is downloaded is there"

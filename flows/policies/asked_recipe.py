@@ -194,4 +194,4 @@ async def _start(starting: Awaitable[None], what: str) -> None:
         async with asyncio.timeout(START_SECONDS):
             await starting
     except TimeoutError:
-        raise Unreachable(f"waited {START_SECONDS:g} s for {what}; start again") from None
+        raise Unreachable(f"{what} was not ready within {START_SECONDS:g} s; start the command again") from None

@@ -70,9 +70,7 @@ def _connect(address: str, namespace: str) -> None:
         detach()  # clean up after the failed `ray.init`, so that another try is possible
         if "Version mismatch" in str(error):
             raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}") from None
-        raise Unreachable(
-            f"the Ray cluster at {address} refused the connection of this process: {_first_line(error)}"
-        ) from error
+        raise Unreachable(f"the Ray cluster at {address} refused the connection: {_first_line(error)}") from error
     finally:
         _restore_handlers(handlers)
 
@@ -82,7 +80,8 @@ def _check_head(address: str, deadline_seconds: float) -> None:
     host, _, port = address.rpartition(":")
     if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
         raise Unreachable(
-            f"waited {deadline_seconds:.0f} s for a Ray head at {address}, but nothing answers at that address"
+            f"nothing answers at {address} within {deadline_seconds:.0f} s; check the address, and that a Ray "
+            "head runs there"
         )
     # The token of a private Ray cluster needs no check, because this process has the token in its environment.
     if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:
@@ -137,7 +136,7 @@ def find_actor(name: str) -> Any:
         return ray.get_actor(name)
     except ValueError as error:
         where = ray.get_runtime_context().namespace
-        raise Unreachable(f"no actor {name!r} exists in the namespace {where!r} of the Ray cluster") from error
+        raise Unreachable(f"the Ray cluster has no actor with the name {name!r} in the namespace {where!r}") from error
 
 
 def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
@@ -193,7 +192,7 @@ def call_within(reference: Any, deadline_seconds: float, what: str, *, died: typ
     try:
         while not has_ended(reference, max(0.0, min(limit - time.monotonic(), LOST_SECONDS))):
             if why := explain_lost_call(reference):
-                raise died(f"cannot wait for {what}: {why}")
+                raise died(f"cannot wait any longer for {what}: {why}")
             if time.monotonic() > limit:
                 break
         with _unwrap_signal_error():
@@ -275,7 +274,7 @@ def _raise_translated(error: Exception, deadline_seconds: float, what: str, died
     from ray import exceptions
 
     if isinstance(error, exceptions.GetTimeoutError):
-        raise Unreachable(f"waited {deadline_seconds:g} s for {what}") from error
+        raise Unreachable(f"no answer came within {deadline_seconds:g} s, while waiting for {what}") from error
     if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, RollflowError):
         raise error.cause from error
     if isinstance(error, exceptions.RayActorError | exceptions.ObjectLostError | exceptions.WorkerCrashedError):

@@ -2,8 +2,8 @@
 
 The Prefect UI shows `anyOf` as buttons, one for each choice, and other unions (`oneOf`, a list of unions) as raw JSON.
 Prefect's server validates a form's values against the schema, but for a failed `anyOf` it reports only that no choice
-fits. A form's schema contains each choice twice, as a loose copy and as a strict copy. The loose copy, without bounds
-on values, is below `anyOf`, where the Prefect UI reads it. The strict copy, with all bounds, is below `if` and `then`,
+fits. A form's schema contains each choice twice: as a loose copy without bounds on values, and as a strict copy with
+all bounds. The loose copy is below `anyOf`, where the Prefect UI reads it. The strict copy is below `if` and `then`,
 which the Prefect UI ignores. Prefect's error about a strict copy names the wrong value and its position in the form.
 
 * A value that is optional and has no default is shown as an empty field, which means null.

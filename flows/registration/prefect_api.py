@@ -54,7 +54,9 @@ def open_client() -> Iterator[SyncPrefectClient]:
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client
     except HTTPError as error:
-        raise Unreachable(f"the Prefect API: {type(error).__name__}: {str(error)[:MESSAGE]}") from error
+        raise Unreachable(
+            f"a call of the Prefect API failed with {type(error).__name__}: {str(error)[:MESSAGE]}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

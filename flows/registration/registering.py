@@ -178,7 +178,7 @@ def check_unserved(name: str, home: Path) -> None:
     while others := _list_other_homes(name, home_tag(home)):
         if time.monotonic() > limit:
             raise ConfigError(
-                f"{name} is already running, started by another command on this Prefect server "
+                f"{name} is already running on this Prefect server, started by another command "
                 f"({others[0].removeprefix(HOME)}); end that command, or wait for it"
             )
         time.sleep(POLL_SECONDS)

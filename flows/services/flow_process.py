@@ -61,7 +61,9 @@ async def _run_process(
 ) -> ForkServerProcess:
     """Fork a Prefect flow run and wait for its end; terminate the flow run's process on cancellation."""
     if command != [get_sys_executable(), "-m", ENGINE]:
-        raise NotImplementedError(f"only flow runs of this runner can be forked, not {command}")
+        raise NotImplementedError(
+            f"only flow runs of this Prefect runner can be started as forked processes, not {command}"
+        )
     context = multiprocessing.get_context("forkserver")
     forkserver.ensure_running()
     given = (forkserver._forkserver._forkserver_pid, dict(env), None if cwd is None else str(cwd))  # type: ignore[attr-defined]

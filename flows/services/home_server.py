@@ -86,7 +86,10 @@ class HomeServer(PrefectServer):
         self._users, self._holder, self._pid = folder / "users", folder / "holder", folder / "holder.pid"
         self._using = take_within(self._users, END_SECONDS, shared=True)
         if self._using is None:
-            raise Unreachable(f"waited {END_SECONDS:.0f} s for the previous Prefect server of {home} to end")
+            raise Unreachable(
+                f"the previous Prefect server of {home} still runs after {END_SECONDS:.0f} s; try again when it "
+                "has ended"
+            )
         # id of the process that runs the Prefect server, as last seen or started by this command; -1 if none
         self._known = -1
         with one_at_a_time(folder / "starting"):

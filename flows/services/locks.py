@@ -80,7 +80,7 @@ def one_at_a_time(file: Path, seconds: float = 30.0) -> Iterator[None]:
         TimeoutError: another process has held the lock for `seconds`.
     """
     if (held := take_within(file, seconds)) is None:
-        raise TimeoutError(f"waited {seconds:g} s for the lock {file}, which another process holds")
+        raise TimeoutError(f"another process still holds the lock {file} after {seconds:g} s")
     try:
         yield
     finally:

@@ -113,7 +113,9 @@ class Service(ABC):
                 raise Unreachable(f"{self.what} ended while it was starting (exit code {code}); see {self.log}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise Unreachable(f"waited {self.start_seconds:.0f} s for {self.what} to answer; see {self.log}")
+                raise Unreachable(
+                    f"{self.what} did not answer within {self.start_seconds:.0f} s after its start; see {self.log}"
+                )
             time.sleep(POLL_SECONDS)
 
     def start(self) -> None:

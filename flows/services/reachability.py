@@ -88,7 +88,7 @@ def check_mlflow(uri: str) -> None:
         _check_database(uri, DEFAULT_PORTS[scheme])
     elif scheme not in ("databricks", "databricks-uc"):
         raise ConfigError(
-            f"tracking.uri = {redact(uri)!r} names no known kind of store; use http(s)://... or sqlite:///..."
+            f"tracking.uri = {redact(uri)!r} is not an address that MLflow supports; use http(s)://... or sqlite:///..."
         )
 
 

@@ -112,7 +112,9 @@ def hold_stack(home: Path) -> Iterator[None]:
     if held is None:
         found = find(home)
         where = f"\n{found.pages}" if found else ""
-        raise ConfigError(f"the servers of {home} are already running; `rollflow serve --end` ends them{where}")
+        raise ConfigError(
+            f"the servers of {home} are already running; end them first with `rollflow serve --end`{where}"
+        )
     (home / "up.json").unlink(missing_ok=True)
     try:
         yield
@@ -131,7 +133,9 @@ def hold_keeper(home: Path) -> Iterator[None]:
     """
     held = take_within(home / KEEPER, PROBE_SECONDS)
     if held is None:
-        raise ConfigError(f"the servers of {home} are already running or starting; `rollflow serve --end` ends them")
+        raise ConfigError(
+            f"the servers of {home} are already running or starting; end them first with `rollflow serve --end`"
+        )
     try:
         os.ftruncate(held, 0)
         os.write(held, str(os.getpid()).encode())
@@ -162,5 +166,7 @@ def end(home: Path) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     if not all(await_free(home / name, END_SECONDS) for name in ("up.lock", KEEPER) if pids):
-        raise Unreachable(f"waited {END_SECONDS:.0f} s for the servers of {home} to end (process {pids[0]})")
+        raise Unreachable(
+            f"the servers of {home} still run after {END_SECONDS:.0f} s; try again, or end process {pids[0]}"
+        )
     return bool(pids)

@@ -50,8 +50,8 @@ def ray_context() -> ssl.SSLContext:
         context.load_cert_chain(certificate, key)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"{', '.join(RAY_FILES)}: {error.reason or error}; give a certificate, its key and the "
-            "certificate of its authority"
+            f"the TLS files in {', '.join(RAY_FILES)} cannot be used ({error.reason or error}); give a "
+            "certificate, its key and the certificate of its authority"
         ) from None
     context.set_alpn_protocols(["h2"])
     # Like Ray, verify the certificate's authority but not the host name, because Ray nodes have addresses and no names.

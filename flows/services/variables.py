@@ -114,8 +114,8 @@ def _check_encoding() -> None:
     name = next((name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "LC_ALL")
     utf8 = "".join(f" with PYTHONUTF8 = {value!r}" for value in [os.environ.get("PYTHONUTF8")] if value)
     raise ConfigError(
-        f"{name} = {os.environ.get(name, '')!r}{utf8}: files would be read with the encoding "
-        f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1, or choose a locale with UTF-8"
+        f"{name} = {os.environ.get(name, '')!r}{utf8}: Python would read files as {sys.getfilesystemencoding()} "
+        "instead of UTF-8; set PYTHONUTF8=1, or choose a locale with UTF-8"
     )
 
 

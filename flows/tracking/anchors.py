@@ -51,7 +51,9 @@ def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
     try:
         tags = read_tags(place, context.key)
     except Unreachable as error:
-        raise ConfigError(f"--anchor mlflow: {error}; give N:SHA256, a stored hash of log entry N") from None
+        raise ConfigError(
+            f"--anchor mlflow: {error}; give an anchor yourself as N:SHA256, the number and the hash of a log entry"
+        ) from None
     anchors = [
         parse_anchor(f"{int(name.removeprefix(ANCHOR_TAG))}:{sha256}")
         for name, sha256 in sorted(tags.items())
@@ -59,6 +61,7 @@ def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
     ]
     if not anchors:
         raise ConfigError(
-            "--anchor mlflow: MLflow has no anchor of this run; give N:SHA256, a stored hash of log entry N"
+            "--anchor mlflow: MLflow has no anchor of this run; give one yourself as N:SHA256, the number and the "
+            "hash of a log entry"
         )
     return anchors

@@ -123,8 +123,8 @@ class Registry:
         except (KeyError, ValueError):
             raise ConfigError(
                 f"alias = {self._alias!r}: version {found.version} of MLflow's model {self._model!r} has this "
-                "alias, but no night made that version; move the alias to a night's version, delete the alias, "
-                "or name another alias in the nightly file"
+                "alias, but was not made by a nightly run; move or delete the alias, or name another one in the "
+                "nightly file"
             ) from None
 
     @contextlib.contextmanager
@@ -133,4 +133,4 @@ class Registry:
             yield
         except MlflowException as error:
             said = str(error).partition("\n")[0][:200]
-            raise Unreachable(f"MLflow's model registry at {redact(self._uri)}: {said}") from error
+            raise Unreachable(f"MLflow's model registry at {redact(self._uri)} cannot be used: {said}") from error

@@ -37,7 +37,7 @@ class ShownChange:
 
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
-    """Return the keys that one change of a run's configuration has changed, without secrets."""
+    """Return the keys that one change of a run's configuration has changed; keys with secret values are left out."""
     return select_shown(recorded.changes, recorded.version)
 
 

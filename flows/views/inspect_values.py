@@ -152,7 +152,7 @@ def trajectories_of(
     chosen = [one for one in group.trajectories if sample in (None, one.sample)]
     if not chosen:
         last = max(one.sample for one in group.trajectories)
-        raise ConfigError(f"attempt {key.prompt}.{key.attempt} has samples 0 to {last}; there is no sample {sample}")
+        raise ConfigError(f"attempt {key.prompt}.{key.attempt} has no sample {sample}; give one from 0 to {last}")
     return chosen
 
 
@@ -173,10 +173,12 @@ def check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> 
         return
     if attempts:
         issued = ", ".join(str(k.attempt) for k in attempts)
-        raise ConfigError(f"prompt {key.prompt} has no attempt {key.attempt}; it was issued as attempt {issued}")
+        raise ConfigError(
+            f"prompt {key.prompt} has no attempt {key.attempt}, because it was issued only as attempt {issued}"
+        )
     raise ConfigError(
-        f"prompt {key.prompt} had not yet been dispatched when the newest batch was committed; "
-        f"the next prompt is {next_prompts(cursor)}"
+        f"prompt {key.prompt} was not yet issued when the newest batch was committed; the next prompt is "
+        f"{next_prompts(cursor)}"
     )
 
 

@@ -104,10 +104,10 @@ class RunStatus:
         """
         raw: Any = json.loads(text)
         if not isinstance(raw, dict) or "run_id" not in raw:
-            raise ValueError("the object is not the status of a run: it has no run_id")
+            raise ValueError("this object is not the status of a run, because it has no run_id")
         known = {key: value for key, value in raw.items() if key in {f.name for f in fields(cls)}}
         if known.get("phase", "starting") not in get_args(Phase):
-            raise ValueError(f"the object is not the status of a run: its phase is {known['phase']!r}")
+            raise ValueError(f"this object is not the status of a run, because its phase {known['phase']!r} is unknown")
         known["rewards"] = tuple(known.get("rewards", ()))
         known["alarms"] = tuple(known.get("alarms", ()))
         known["messages"] = tuple(known.get("messages", ()))

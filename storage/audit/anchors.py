@@ -43,8 +43,8 @@ def parse_anchor(text: str) -> Anchor:
     """
     if (match := FORM.fullmatch(text.strip())) is None:
         raise ConfigError(
-            f"anchor {text!r} is not of the form N:SHA256; give the number and the sha256 of an entry, e.g. "
-            "0:6b86b273..."
+            f"the anchor {text!r} is not of the form N:SHA256; give the number and the sha256 of a log entry, "
+            "e.g. 0:6b86b273..."
         )
     return Anchor(int(match[1]), match[2])
 

@@ -165,7 +165,7 @@ class _Audit:
             self._note(written, counts, looking)
             self._tell(entries=self.told.entries + 1)
         if self.fold.state.n < 0:
-            raise Missing(f"there is no run in {self.store.uri}")
+            raise Missing(f"there is no run in {self.store.uri}; check the path or URI of the run")
         if not self.responses:
             raise Corrupt(
                 f"nothing is known about the run in {self.store.uri}, because its first entry cannot be used: "

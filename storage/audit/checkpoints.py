@@ -125,7 +125,9 @@ def _read(run: ObjectStore, path: str) -> AuditCheckpoint:
     tree = open_sealed(run.get(path))
     audited = _AUDITED.validate_python(tree["audited"])
     if (tree["rules"], tree["fold"], path) != (RULES, FOLD, audit_path(audited.state.n)):
-        raise ValueError(f"{path} was made by another version of the audit, or for another entry")
+        raise ValueError(
+            f"{path} cannot be used: it was made by another version of the audit, or for another log entry"
+        )
     return replace(audited, report=replace(audited.report, bytes=0))
 
 

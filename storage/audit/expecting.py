@@ -108,13 +108,13 @@ def _read_since(run: ObjectStore, before: int | None, n: int) -> tuple[EpochStar
         return None, {}
     last = decode(run.get(entry_path(before)), before, run.get).entry.body
     if not isinstance(last, EpochStarted):
-        raise Corrupt(f"{entry_path(before)} should record the start of an epoch, but records something else")
+        raise Corrupt(f"log entry {entry_path(before)} should record the start of an epoch, but records something else")
     rates = PassRates()
     for number, found in read_entries(run, before + 1):
         if number >= n:
             break
         if not isinstance(found, bytes):
-            raise Corrupt(f"{entry_path(number)} cannot be read")
+            raise Corrupt(f"log entry {entry_path(number)} cannot be read")
         rates.add(decode(found, number, run.get).entry)
     return last, rates.rates
 

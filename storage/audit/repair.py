@@ -47,7 +47,7 @@ def plan_repairs(run: ObjectStore) -> list[LogRepair]:
     """
     numbers = sorted(n for path in run.list(FOLDER) if (n := entry_number(path)) is not None)
     if not numbers:
-        raise Missing(f"there is no log in {run.uri}")
+        raise Missing(f"there is no log of a run in {run.uri}; check the path or URI of the run")
     last = numbers[-1]
     found: list[LogRepair] = []
     state = RunState()
@@ -61,7 +61,7 @@ def plan_repairs(run: ObjectStore) -> list[LogRepair]:
         except EntryRefused as error:
             what = f"{entry_path(n)} is refused by the log's rules ({error})"
             if n < last:
-                raise Corrupt(f"{what}, and {_count_following(n, numbers)}: the log cannot be repaired") from error
+                raise Corrupt(f"the log cannot be repaired: {what}, and {_count_following(n, numbers)}") from error
             found.append(LogRepair(n, what))
     return found
 
@@ -106,6 +106,7 @@ def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[WrittenEnt
     found = restore_segment(run, n, n + 1)
     if found is None:
         raise Corrupt(
-            f"{what}, no segment contains a copy of it, and {_count_following(n, numbers)}: the log cannot be repaired"
+            f"the log cannot be repaired: {what}, no segment contains a copy of this entry, and "
+            f"{_count_following(n, numbers)}"
         )
     return decode(found[0], n, run.get), LogRepair(n, what, found[0])

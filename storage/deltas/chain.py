@@ -103,7 +103,10 @@ def find_chain(version: Version, stored: StoredObject, parent_of: Callable[[Vers
         version, name = parent_of(version), name_of(whole)
         found = next((one for one in version.weights if name_of(one) == name), None)
         if found is None:
-            raise Corrupt(f"{delta.path} changes the file {name} of version {version.number}, which has no such file")
+            raise Corrupt(
+                f"the delta {delta.path} changes the file {name} of version {version.number}, but this version "
+                "has no such file"
+            )
         whole = found
     return FileChain(stored, whole, tuple(reversed(links)))
 
@@ -157,7 +160,7 @@ def fetch_object(store: ObjectStore, stored: StoredObject, target: Path) -> Path
     try:
         sha256 = store.fetch(stored.path, target)
     except Missing as error:
-        raise Corrupt(f"{stored.path} is missing") from error
+        raise Corrupt(f"the object {stored.path} is missing") from error
     check_object(stored, target.stat().st_size, sha256)
     return target
 
@@ -172,7 +175,7 @@ def fetch_delta(store: ObjectStore, stored: StoredObject) -> memoryview:
     try:
         data = map_file(local) if local is not None else memoryview(store.get(stored.path))
     except Missing as error:
-        raise Corrupt(f"{stored.path} is missing") from error
+        raise Corrupt(f"the object {stored.path} is missing") from error
     check_object(stored, len(data), hashlib.sha256(data).hexdigest())
     return data
 
@@ -183,13 +186,17 @@ def apply_deltas(deltas: Iterable[tuple[StoredObject, memoryview]], target: memo
         try:
             read_delta(data).apply(target)
         except ValueError as error:
-            raise Corrupt(f"{stored.path} cannot be applied: {error}") from error
+            raise Corrupt(
+                f"the delta {stored.path} cannot be applied to the file of the version before: {error}"
+            ) from error
 
 
 def check_object(stored: StoredObject, size: int, sha256: str) -> None:
     """Raise `Corrupt` unless an object has the size and the sha256 that its log entry names."""
     if (size, sha256) != (stored.size, stored.sha256):
-        raise Corrupt(f"{stored.path} does not contain what its entry committed (the sha256 or the size differs)")
+        raise Corrupt(
+            f"{stored.path} does not have the content that its log entry names (the sha256 or the size differs)"
+        )
 
 
 def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | None, keep: Path | None) -> Path:
@@ -204,10 +211,13 @@ def _rebuild(store: ObjectStore, chain: FileChain, target: Path, base: Path | No
             with raise_missing(local), raise_store_failed(target):
                 shutil.copyfile(local, target)
         except Missing as error:
-            raise Corrupt(f"{chain.whole.path} is missing") from error
+            raise Corrupt(f"the object {chain.whole.path} is missing") from error
     # an empty file cannot be memory-mapped
     if (size := target.stat().st_size) == 0 or size != chain.file.size:
-        raise Corrupt(f"{chain.whole.path} has {size} bytes, but {chain.file.path} needs {chain.file.size} bytes")
+        raise Corrupt(
+            f"{chain.whole.path} has {size} bytes, but must have {chain.file.size} bytes so that "
+            f"{chain.file.path} can be rebuilt from it"
+        )
     with open(target, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped, memoryview(mapped) as view:
         apply_deltas(((link.delta, data) for link, data in deltas), view)
     check_object(chain.file, size, sha256_of(target))

@@ -67,12 +67,12 @@ def decode_positions(found: EncodedChanges, count: int) -> Positions:
     if not found.changed:
         return np.empty(0, np.int64)
     if not 0 < found.changed <= count or not found.changed <= found.gap_bytes <= found.changed + count // RUN:
-        raise ValueError("the numbers of changed elements and of gaps are impossible")
+        raise ValueError("the delta is damaged: its number of changed elements or of gaps is impossible")
     gaps = _decompress(found.streams[0], found.gap_bytes)
     ends = gaps < RUN
     where = np.cumsum(gaps + ends, dtype=np.int64)[ends] - 1
     if len(where) != found.changed or where[-1] >= count:
-        raise ValueError("the gaps do not fit the number of changed elements")
+        raise ValueError("the delta is damaged: its gaps do not fit its number of changed elements")
     return where
 
 
@@ -84,7 +84,9 @@ def decode_steps(found: EncodedChanges, width: int) -> Numbers:
     """
     planes = found.streams[1:]
     if len(planes) != width:
-        raise ValueError(f"elements of {width} bytes have {width} streams of steps, not {len(planes)}")
+        raise ValueError(
+            f"the delta is damaged: it has {len(planes)} streams of steps, but elements of {width} bytes need {width}"
+        )
     folded = np.zeros((found.changed, width), np.uint8)
     for n, plane in enumerate(planes):
         if plane:
@@ -130,7 +132,7 @@ def _decompress(data: bytes, size: int) -> NDArray[np.uint8]:
     try:
         found = Codec("zstd").decompress(data, size)
     except (ArrowException, OSError) as error:
-        raise ValueError(f"a compressed stream is damaged: {error}") from error
+        raise ValueError(f"the delta is damaged: a compressed stream cannot be read ({error})") from error
     if len(found) != size:
-        raise ValueError(f"a compressed stream contains {len(found)} bytes instead of {size}")
+        raise ValueError(f"the delta is damaged: a compressed stream contains {len(found)} bytes instead of {size}")
     return np.frombuffer(found, np.uint8)

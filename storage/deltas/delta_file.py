@@ -98,7 +98,8 @@ class WeightsDelta:
     chunks: tuple[DeltaChunk, ...]
 
     def apply(self, target: memoryview) -> None:
-        """Change the parent's file `target`, a writable buffer, into the resulting file.
+        """Apply the delta in place: `target`, a writable buffer, contains the parent version's file before the call,
+        and the new file after it.
 
         The caller compares the sha256 of the result with the log entry.
 
@@ -106,7 +107,9 @@ class WeightsDelta:
             ValueError: the delta is damaged, or belongs to a file of another size; `target` may be changed in part.
         """
         if len(target) != self.size:
-            raise ValueError(f"the delta belongs to a file of {self.size} bytes, not of {len(target)} bytes")
+            raise ValueError(
+                f"the delta changes a file of {self.size} bytes, but the given file has {len(target)} bytes"
+            )
         for chunk in self.chunks:
             chunk.apply(target)
 
@@ -152,7 +155,7 @@ def read_delta(data: memoryview) -> WeightsDelta:
     begin = len(MAGIC) + 8
     size = int.from_bytes(data[len(MAGIC) : begin], "little")
     if bytes(data[: len(MAGIC)]) != MAGIC or begin + size > len(data):
-        raise ValueError("the object does not begin as a delta")
+        raise ValueError("the object is not a delta, because it does not begin like one")
     try:
         header = json.loads(bytes(data[begin : begin + size]))
         parent, result, length, told = (header[key] for key in ("parent", "result", "size", "chunks"))
@@ -163,7 +166,9 @@ def read_delta(data: memoryview) -> WeightsDelta:
         raise ValueError("the header of the delta is invalid")
     ends = [0, *(chunk.end for chunk in chunks)]
     if any(chunk.start < end for chunk, end in zip(chunks, ends, strict=False)) or ends[-1] > length:
-        raise ValueError("chunks of the delta overlap, or lie outside of the file")
+        raise ValueError(
+            "the header of the delta is invalid: two of its chunks overlap, or one lies outside of the file"
+        )
     return WeightsDelta(parent, result, length, chunks)
 
 
@@ -210,10 +215,12 @@ def _read_chunks(told: Any, data: memoryview) -> Iterator[DeltaChunk]:
     position = 0
     for numbers in told:
         if not all(isinstance(number, int) and number >= WHOLE for number in numbers) or len(numbers) < 6:
-            raise ValueError("the header of the delta describes an impossible chunk")
+            raise ValueError(
+                "the header of the delta is invalid: a chunk has too few numbers, or numbers that are not sizes"
+            )
         start, count, width, changed, gap_bytes, *lengths = numbers
         if width not in (1, 2, 4, 8) or count < 1 or min(start, *lengths) < 0 or position + sum(lengths) > len(data):
-            raise ValueError("the header of the delta describes an impossible chunk")
+            raise ValueError("the header of the delta is invalid: a chunk has an impossible position or size")
         bounds = pairwise(accumulate(lengths, initial=position))
         streams = tuple(bytes(data[first:last]) for first, last in bounds)
         position += sum(lengths)
@@ -222,6 +229,6 @@ def _read_chunks(told: Any, data: memoryview) -> Iterator[DeltaChunk]:
         elif changed > 0 and len(streams) == 1 + width:
             yield DeltaChunk(start, count, width, EncodedChanges(changed, gap_bytes, streams))
         else:
-            raise ValueError("the header of the delta describes an impossible chunk")
+            raise ValueError("the header of the delta is invalid: the streams of a chunk do not fit its size")
     if position != len(data):
         raise ValueError("the delta is longer or shorter than its header says")

@@ -91,7 +91,7 @@ def _split(chunk: DeltaChunk, places: list[TensorPlace]) -> Iterator[ChangedTens
             continue
         begin, rest = divmod(place.start - chunk.start, chunk.width)  # negative if the tensor begins before the chunk
         if rest:
-            raise ValueError(f"a chunk of the delta begins inside of an element of the tensor {place.name}")
+            raise ValueError(f"a chunk of the delta begins in the middle of an element of the tensor {place.name}")
         first, last = np.searchsorted(where, (begin, (place.end - chunk.start) // chunk.width))
         if first < last:
             inside = slice(first, last)

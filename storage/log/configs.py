@@ -42,7 +42,7 @@ class RecordedConfig:
                 return cls(entry.n, 0, body.config, body.config_sha256, entry.at)
             case ConfigChanged() as body:
                 return cls(entry.n, body.version, body.config, body.config_sha256, entry.at, body.changes, body.who)
-        raise Corrupt(f"{entry_path(entry.n)} has no config")
+        raise Corrupt(f"log entry {entry_path(entry.n)} should contain a config, but contains none")
 
 
 def recorded_configs(log: Log) -> list[RecordedConfig]:

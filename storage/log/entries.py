@@ -315,7 +315,7 @@ def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> WrittenEntry:
         )
         raise Corrupt(f"{name} is not an entry of a log: {why}") from error
     if entry.n != n:
-        raise Corrupt(f"{name} contains entry {entry.n} instead of entry {n}")
+        raise Corrupt(f"{name} should contain log entry {n}, but contains entry {entry.n}")
     return WrittenEntry(entry, hashlib.sha256(data).hexdigest())
 
 
@@ -323,9 +323,9 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
     try:
         data = read(index["path"])
     except Missing as error:
-        raise ValueError(f"the entry's index {index['path']} is missing") from error
+        raise ValueError(f"the object {index['path']}, which lists the groups of the entry, is missing") from error
     if hashlib.sha256(data).hexdigest() != index["sha256"]:
-        raise ValueError(f"the entry's index {index['path']} was altered")
+        raise ValueError(f"the object {index['path']}, which lists the groups of the entry, was altered")
     return dict(_loads(data))
 
 
@@ -339,7 +339,7 @@ def open_sealed(data: bytes) -> dict[str, Any]:
     """Decode JSON that ends with the sha256 of its members; raise `ValueError` if the JSON was altered."""
     tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
-        raise ValueError("the object was altered: its checksum (seal) does not match its content")
+        raise ValueError("the object was altered: the checksum that it contains (seal) does not match its content")
     return tree
 
 
@@ -347,7 +347,7 @@ def _loads(data: bytes) -> Any:
     try:
         return json.loads(data)
     except RecursionError as error:  # rollflow writes no entry that is nested this deep
-        raise ValueError("the object's JSON is nested too deep") from error
+        raise ValueError("the JSON of the object is nested too deeply to be read") from error
 
 
 def _dumps(tree: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.state import CommittedBatch, EntryRefused, RunState, RunTotals
-from rollflow.storage.records import Discard, DiscardReason, GroupKey
+from rollflow.storage.records import Discard, DiscardReason
 
 
 def issue_prompt(s: RunState, prompt: int) -> None:
@@ -16,9 +16,13 @@ def issue_prompt(s: RunState, prompt: int) -> None:
     source."""
     source, sources = prompt % len(s.issued), len(s.issued)
     if prompt != s.issued[source] * sources + source:
-        raise EntryRefused(f"prompt {prompt} is not the next prompt of source {source}")
+        raise EntryRefused(
+            f"prompt {prompt} cannot be issued now, because it is not the next prompt of source {source}"
+        )
     if source in s.epochs and s.issued[source] >= s.epochs[source].end:
-        raise EntryRefused(f"prompt {prompt} is beyond the newest epoch of source {source}")
+        raise EntryRefused(
+            f"prompt {prompt} cannot be issued yet, because it is beyond the newest epoch of source {source}"
+        )
     s.issued[source] += 1
     s.open[prompt] = 0
 
@@ -28,7 +32,7 @@ def close_dispatch(s: RunState, prompt: int, attempt: int) -> None:
     discarded."""
     if s.open.get(prompt) != attempt:
         raise EntryRefused(
-            f"the attempt {GroupKey(prompt, attempt)} is not open: it was never issued, or has an outcome"
+            f"attempt {attempt} of prompt {prompt} is not open: it was never issued, or has ended already"
         )
     del s.open[prompt]
 
@@ -69,4 +73,4 @@ def check_rates(s: RunState, body: BatchCommitted) -> None:
         0 <= rate.correct <= rate.responses == s.group_size - left_out[rate.prompt] > 0 for rate in body.rates
     )
     if not possible or not Counter(rate.prompt for rate in body.rates) <= finished:
-        raise EntryRefused(f"the entry of batch {body.number} has pass rates that are not those of its groups")
+        raise EntryRefused(f"the log entry of batch {body.number} contains pass rates that are not those of its groups")

@@ -248,14 +248,19 @@ def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
     newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
     elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
     if body.under != under or under == NOBODY or elsewhere:
-        raise Superseded(f"a {role} must be claimed under the newest supervisor ({_who(s, 'supervisor')})")
+        raise Superseded(
+            f"a process can become the {role} only under the run's newest supervisor ({_who(s, 'supervisor')})"
+        )
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
 
 def _start_epoch(s: RunState, body: EpochStarted) -> None:
     last = s.epochs.get(body.source)
     if last is None:
-        raise EntryRefused(f"source {body.source} has no epochs, because it skips no solved questions")
+        raise EntryRefused(
+            f"the log entry starts an epoch of prompt source {body.source}, but only sources that skip solved "
+            "questions have epochs"
+        )
     before = None if last.entry == NOBODY else last.entry
     _need(
         (body.number, body.start, body.before) == (last.number + 1, last.end, before),
@@ -305,8 +310,8 @@ def _commit(s: RunState, body: BatchCommitted) -> None:
 def _check_fresh(s: RunState, number: int, group: TrainedGroup) -> None:
     if group.started < number - s.alpha:
         raise GroupTooOld(
-            f"group {group.key} was started under version {group.started}; batch {number} allows "
-            f"version {number - s.alpha:g} or newer at async_ratio {s.alpha:g}"
+            f"group {group.key} was started under version {group.started}, but with async_ratio = {s.alpha:g} "
+            f"batch {number} takes only groups that were started under version {number - s.alpha:g} or newer"
         )
     if not 0 <= group.started <= group.newest <= s.version:
         raise EntryRefused(f"group {group.key} has tokens of versions that do not exist")

@@ -198,7 +198,7 @@ class Log:
             elif written.entry.id == draft.id:
                 self._keep(due)
                 return written.entry
-        raise Unreachable(f"an entry could not be appended to {self.store.uri} in {TRIES} tries: {lost}") from lost
+        raise Unreachable(f"no log entry could be appended to {self.store.uri} in {TRIES} tries: {lost}") from lost
 
     def _try_write(self, draft: _Draft, n: int) -> tuple[WrittenEntry | None, Exception]:
         """Try once to write log entry `n`; return the log entry that now has the number `n`, if any, and the error."""
@@ -282,14 +282,15 @@ class Log:
             if (draft := self._drafts.get(written.entry.id)) is not None:
                 draft.folded = written
         except EntryRefused as error:
-            raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
+            raise Corrupt(f"log entry {entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
     def _restore_entry(self, n: int, why: str) -> WrittenEntry:
         """Read log entry `n` from its copy in a segment; raise `Corrupt` if log entry `n + 1` names another hash."""
         found = restore_segment(self.store, n, n + 1)
         if found is None:
             raise Corrupt(
-                f"{why}; no segment contains a copy of the entry: `rollflow audit --repair` lists the possible repairs"
+                f"{why}; no log segment contains a copy of this entry, so run `rollflow audit --repair`, which "
+                "lists the possible repairs"
             )
         return self._decode_entry(found[0], n)
 

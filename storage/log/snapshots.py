@@ -54,7 +54,9 @@ def from_bytes(data: bytes) -> RunState:
     """Decode a snapshot of a run's state; raise `ValueError` if this release of rollflow cannot read the snapshot."""
     tree = open_sealed(data)
     if tree.get("fold") != FOLD:
-        raise ValueError("the snapshot was made by another version of the log's rules")
+        raise ValueError(
+            "the snapshot of the log's state cannot be used, because another version of the log's rules made it"
+        )
     return _STATE.validate_python(tree["state"])
 
 
@@ -120,7 +122,7 @@ def from_segment(run: ObjectStore, n: int) -> bytes:
     """Read the copy of log entry `n` in a segment; raise `Missing` if no segment has a copy of the entry."""
     lines = run.get(segment_path(n)).split(b"\n")
     if len(lines) != EVERY:
-        raise Missing(f"the segment {segment_path(n)} is truncated")
+        raise Missing(f"the log segment {segment_path(n)} is truncated, so entries are missing")
     return lines[n % EVERY]
 
 

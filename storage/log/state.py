@@ -83,8 +83,8 @@ class RunTotals:
     """Counts over the whole run. The staleness of a group of trajectories is the staleness of the group's oldest
     trajectory."""
 
-    groups: Counter[str] = field(default_factory=Counter)  # number of attempts to answer a prompt, by how they ended
-    # response tokens of attempts to answer a prompt, by how they ended
+    groups: Counter[str] = field(default_factory=Counter)  # number of groups (attempts at a prompt), by how they ended
+    # response tokens of groups (attempts at a prompt), by how the groups ended
     tokens: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)  # groups trained on, by staleness in policy versions
     surplus_tokens: int = 0  # tokens in surplus (unused) responses of the groups that were trained on

@@ -61,7 +61,10 @@ def check_path(path: str) -> str:
     """Return `path` if it is a well-formed object path, else raise `ValueError`."""
     parts = path.split("/")
     if "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"{path!r} is not a valid path of an object")
+        raise ValueError(
+            f"{path!r} is not a valid path of an object: a part of it is empty, '.' or '..', or it contains a NUL "
+            "character"
+        )
     return path
 
 

@@ -68,7 +68,7 @@ def raise_missing(target: Path) -> Iterator[None]:
     try:
         yield
     except NO_FILE as error:
-        raise Missing(f"there is no object {target}") from error
+        raise Missing(f"the object {target} does not exist") from error
     except OSError as error:
         raise Unreachable(
             f"{target} cannot be read now ({error.strerror or error}); the object may be intact"

@@ -43,7 +43,7 @@ class MemoryStore(ObjectStore):
         key, body = self._key(path), b"".join(split_buffers(data))
         with _LOCK:
             if key in _OBJECTS:
-                raise Conflict(f"memory://{key} exists already")
+                raise Conflict(f"memory://{key} exists already, and an existing object is never overwritten")
             _OBJECTS[key] = (body, time.time())
 
     def get(self, path: str) -> bytes:
@@ -78,13 +78,13 @@ class MemoryStore(ObjectStore):
 
     def check(self) -> None:
         if not self.name:
-            raise ConfigError(f"store.uri = {self.uri!r} names no store; write memory:// followed by a name")
+            raise ConfigError(f"store.uri = {self.uri!r} does not name a store; write memory:// followed by a name")
 
     def _entry(self, path: str) -> tuple[bytes, float]:
         key = self._key(path)
         with _LOCK:
             if key not in _OBJECTS:
-                raise Missing(f"there is no object memory://{key}")
+                raise Missing(f"the object memory://{key} does not exist")
             return _OBJECTS[key]
 
     def _key(self, path: str) -> str:

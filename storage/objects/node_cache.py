@@ -84,7 +84,8 @@ class NodeCache:
             return self._hold(self._mine / name, fill, whole)
         except OSError as error:  # the cached folder may be intact, for example if this process has too many open files
             raise Unreachable(
-                f"the cache folder {self._cache} cannot be used now ({error.strerror or error})"
+                f"the folder {self._cache}, in which this node caches weights, cannot be used now "
+                f"({error.strerror or error})"
             ) from error
 
     def find(self, name: str, whole: Callable[[Path], bool]) -> HeldFolder | None:
@@ -127,7 +128,9 @@ class NodeCache:
         with (self._mine / LOCK).open("ab") as lock:
             while not _lock(lock.fileno(), fcntl.LOCK_EX):
                 if time.monotonic() > limit:
-                    raise Unreachable(f"waited {self._wait:g} s for another process on this node to fetch {name}")
+                    raise Unreachable(
+                        f"another process on this node did not finish the download of {name} within {self._wait:g} s"
+                    )
                 time.sleep(POLL_SECONDS)
             yield
 

@@ -84,7 +84,9 @@ class S3Store(ObjectStore):
                 if writer == token:
                     return
                 if writer is not None or code_of(error) in REFUSED:
-                    raise Conflict(f"{self.uri}/{path} exists already") from error
+                    raise Conflict(
+                        f"{self.uri}/{path} exists already, and an existing object is never overwritten"
+                    ) from error
                 raise
 
     def get(self, path: str) -> bytes:
@@ -169,7 +171,7 @@ class S3Store(ObjectStore):
         """Check the store as `ObjectStore.check` does, in at most about 15 seconds even if the S3 service does not
         answer."""
         if not self._bucket:
-            raise ConfigError(f"store.uri = {self.uri!r} names no bucket; write s3://bucket/prefix")
+            raise ConfigError(f"store.uri = {self.uri!r} does not name a bucket; write s3://bucket/prefix")
         try:
             with self._translate_errors("probe"):
                 self._probe(f"probe-{uuid.uuid4().hex}")

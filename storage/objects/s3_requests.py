@@ -179,7 +179,9 @@ class S3Connection:
         async with answer["Body"] as stream:
             body = await stream.read()
         if len(body) != answer["ContentLength"]:
-            raise ConnectionError(f"received only {len(body)} of the object's {answer['ContentLength']} bytes")
+            raise ConnectionError(
+                f"the connection broke: only {len(body)} of the object's {answer['ContentLength']} bytes were received"
+            )
         return {**answer, "Body": body}
 
     async def upload(self, target: dict[str, str], parts: Sequence[memoryview], **described: Any) -> None:

@@ -150,7 +150,7 @@ def decode_turns(data: bytes) -> list[Record]:
     """
     sha256, _, lines = data.partition(b"\n")
     if hashlib.sha256(lines).hexdigest().encode() != sha256:
-        raise Corrupt("a file of finished turns does not have its SHA-256")
+        raise Corrupt("a file of finished turns was altered: its content does not match the SHA-256 in its first line")
     try:
         return [_decode(_LINES.validate_json(line)) for line in lines.splitlines()]
     except ValidationError as error:
@@ -173,5 +173,5 @@ def _decode(line: _TurnLine | _SnapshotLine) -> Record:
         return EnvironmentSnapshot(key, line.number, line.parent, line.basis, tuple(line.events), line.data)
     tokens, logprobs, versions = Int32s(line.tokens), Float32s(line.logprobs), Int32s(line.versions)
     if not len(tokens) == len(logprobs) == len(versions):
-        raise Corrupt("a finished turn does not have one log-prob and one version for each token")
+        raise Corrupt("a finished turn must have one log-prob and one version for each token, but the numbers differ")
     return FinishedTurn(key, line.request, line.started_version, line.ending, tokens, logprobs, versions)

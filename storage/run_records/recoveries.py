@@ -36,7 +36,7 @@ class Recovery:
     trajectories: int = 0  # number of trajectories that were lost and are generated again
     # number of the last restart in this recovery; the restarts of each role (such as the learner) are counted from 1
     attempt: int = 1
-    # times of all restarts in this recovery; each restarted process but the last died before it made progress
+    # when each restart of this recovery happened; each restarted process except the last died before it made progress
     restarts: tuple[float, ...] = ()
 
     @property

@@ -1,6 +1,6 @@
 """Stores a description of each version of a run's scorers: one object, `scorers/<section>/<version>.json`, for each
-version. A description explains to a user the scorer version that is stored in the rows of batches; no decision of a run
-depends on the descriptions.
+version. The rows of batches store only the scorer version; its description explains the version to users. No decision
+of a run depends on the descriptions.
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ class StoredBatches:
     def _read(self, number: int) -> pa.Buffer:
         waiting = self._store.find_waiting(number)
         if waiting is None:
-            raise Missing(f"batch {number} no longer waits to be trained on")
+            raise Missing(
+                f"batch {number} does not wait to be trained on any more; a version was trained on it, or it was "
+                "removed"
+            )
         return self._store.read(waiting.file)
 
 
@@ -260,7 +263,9 @@ class _CallDeadline:
             raise Unreachable(f"the channel actor did not {self._what} within {waited:g} s") from error
         except LOST as error:
             if not self.left:
-                raise Unreachable(f"no channel actor existed to {self._what} within {waited:g} s: {error}") from error
+                raise Unreachable(
+                    f"no channel actor was running that could {self._what} within {waited:g} s: {error}"
+                ) from error
 
 
 def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:

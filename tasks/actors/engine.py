@@ -86,7 +86,7 @@ class EngineActor:
     @property
     def _engine(self) -> Engine:
         if self._built is None:
-            raise EngineFailed("the engine was never started")
+            raise EngineFailed("this engine cannot be used, because it was never started")
         return self._built
 
     async def attach(self, owner: str) -> None:
@@ -183,7 +183,9 @@ class EngineActor:
             return self._source.weights(version)
         # The weights could not be fetched here, but engines on other nodes may still have them.
         except (RollflowError, OSError) as error:
-            raise EngineFailed(f"version {version} is not available to this engine's node: {error}") from error
+            raise EngineFailed(
+                f"the weights of version {version} cannot be fetched to the node of this engine: {error}"
+            ) from error
 
     async def resume(self, owner: str) -> None:
         self._check_owner(owner)
@@ -210,4 +212,6 @@ class EngineActor:
 
     def _check_owner(self, owner: str) -> None:
         if owner != self._owner:
-            raise OwnershipLost("another RayEngine has taken over this engine")
+            raise OwnershipLost(
+                "another client (RayEngine) has taken over this engine, so this client can no longer use it"
+            )

@@ -121,7 +121,7 @@ class RayEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
         if request.id in self._calls:
-            raise ValueError(f"request {request.id} is already running")
+            raise ValueError(f"request {request.id!r} is already running; give each request its own id")
         loop = asyncio.get_running_loop()
         if not self._outbox:
             loop.call_soon(self._flush)
@@ -254,7 +254,11 @@ class RayEngine:
         if moved or self._suspended:
             self._moved = now
         elif now - self._moved > self._silent:
-            raise self._fail(EngineFailed(f"{self._name} generated no token for {self._silent:g} s"))
+            raise self._fail(
+                EngineFailed(
+                    f"{self._name} hangs: it has running requests, but generated no token for {self._silent:g} s"
+                )
+            )
 
     def _settle(self, number: str, outcome: Generation | Exception) -> None:
         if isinstance(outcome, EngineFailed):
@@ -293,10 +297,12 @@ class RayEngine:
                 return await getattr(self._actor, method).remote(*arguments)
         except TimeoutError as error:
             self._answers = False
-            raise self._fail(EngineFailed(f"{self._name} did not answer {method} within {seconds:.0f} s")) from error
+            raise self._fail(
+                EngineFailed(f"{self._name} did not answer the call {method} within {seconds:.0f} s")
+            ) from error
         except EngineFailed as error:
             kind = OwnershipLost if isinstance(error, OwnershipLost) else EngineFailed
-            raise self._fail(kind(f"{self._name} failed in {method}: {_read_message(error)}")) from error
+            raise self._fail(kind(f"{self._name} failed in the call {method}: {_read_message(error)}")) from error
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise  # the actor's method raised this error, so the actor is alive

@@ -235,7 +235,7 @@ class LearnerActor:
     def _keep_weights(self) -> None:
         """Store the weights after supervised training (cold start) in the run's policy folder.
 
-        The policy folder can be the `policy.path` of another run.
+        Another run can use the policy folder as its `policy.path`.
         """
         for name, data in self.learner.weights().items():
             self.writer.check()  # raise `Deposed` if a newer process has replaced this learner
@@ -268,7 +268,10 @@ class LearnerActor:
                 self._step(f"batch {number} is damaged and is formed again: {reason}")
                 # The batch is rejected, unless the stored batch is intact.
                 self.batches.void(self.writer, number, reason)
-        raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
+        raise Corrupt(
+            f"batch {number} was formed {MAKINGS} times, and was damaged each time ({reason}); check the store, "
+            "then resume the run"
+        )
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
         """Get batch `number` from the channel; wait at most `rollout.patience_seconds` until the rollout stage has
@@ -287,7 +290,10 @@ class LearnerActor:
             # `check` waits while storage does not answer, and this time does not count as waiting for a batch.
             self.writer.check()
             waited += LEASE_SECONDS
-        raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
+        raise Unreachable(
+            f"the rollout stage did not send batch {number} to the learner within {patience:g} s "
+            f"(rollout.patience_seconds; {why})"
+        )
 
     def _train(self, number: int, batch: TrajectoryBatch, entry: int, batch_metrics: Mapping[str, float]) -> None:
         """Train on batch `number`, and start publishing the new policy version.
@@ -315,7 +321,9 @@ class LearnerActor:
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"fix the engine or the verifier and resume the run, or {AGAIN} and a lower train.learning_rate"
-            raise NotFinite(f"batch {number} was quarantined {times} times, the last time: {why}; {cure}") from error
+            raise NotFinite(
+                f"training on batch {number} gave NaN or infinite values {times} times, the last time: {why}; {cure}"
+            ) from error
         self._restore(number)
         self.note = f"batch {number} is quarantined and formed again: {why}"
 
@@ -323,7 +331,10 @@ class LearnerActor:
         """Check that no trajectory of the batch is older than `async_ratio` policy versions."""
         oldest = min(batch.table["started_version"].to_pylist())
         if oldest < number - self.config.async_ratio:
-            raise Stale(f"batch {number} has a trajectory that was started under version {oldest}, which is too old")
+            raise Stale(
+                f"batch {number} has a trajectory that was started under version {oldest}, older than async_ratio "
+                f"= {self.config.async_ratio:g} allows"
+            )
 
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
         """Start publishing the learner's state as policy version `version`.

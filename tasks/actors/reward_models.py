@@ -155,7 +155,9 @@ class RayCopies(ModelCopies):
             actor = await asyncio.to_thread(ray.get_actor, model_name(self._section, number))
             await actor.begin.remote()
         except (ray.exceptions.RayError, ValueError) as error:  # `ValueError` means that no actor has this name
-            raise ModelAway(f"{model_name(self._section, number)} cannot be reached ({_first_line(error)})") from None
+            raise ModelAway(
+                f"{model_name(self._section, number)} cannot be reached now ({_first_line(error)})"
+            ) from None
         self._actors[number] = actor
 
     async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
@@ -164,7 +166,9 @@ class RayCopies(ModelCopies):
             grades: list[Grade] = await self._actors[number].grade.remote(list(conversations))
         except ray.exceptions.RayError as error:
             self._actors.pop(number, None)
-            raise ModelAway(f"{model_name(self._section, number)} is lost ({_first_line(error)})") from None
+            raise ModelAway(
+                f"the process of {model_name(self._section, number)} is gone ({_first_line(error)})"
+            ) from None
         return grades
 
 

@@ -377,7 +377,8 @@ class RolloutActor:
             await asyncio.to_thread(self.feed.ask)  # returns once storage answers
             waited += PUT_SECONDS
         raise Unreachable(
-            f"the learner took no batch for {self.patience:g} s (rollout.patience_seconds); the last try: {why}"
+            f"the learner took no batch for {self.patience:g} s (rollout.patience_seconds); the last try to give "
+            f"it one failed: {why}"
         )
 
     async def _measure_idle(self) -> float:

@@ -51,6 +51,6 @@ def build_engine(
 def _require_folder(policy_folder: Path | None) -> Path:
     if policy_folder is None:
         raise ValueError(
-            "this engine runs a model and needs the folder of the policy; give the folder that contains config.json"
+            "this engine runs a model, so it needs the folder of the policy; give the folder that contains config.json"
         )
     return policy_folder

@@ -34,7 +34,10 @@ def load_changes(parameters: Mapping[str, Tensor], weights: Path, before: int, a
     try:
         for changed in changes:
             if changed.name not in parameters or changed.dtype not in TYPES:
-                raise ValueError(f"the model has no tensor {changed.name} of type {changed.dtype}")
+                raise ValueError(
+                    f"the delta changes the tensor {changed.name} of type {changed.dtype}, which the model does "
+                    "not have"
+                )
             parameter = parameters[changed.name]
             if parameter.dtype != TYPES[changed.dtype] or parameter.itemsize != changed.numbers.itemsize:
                 return False

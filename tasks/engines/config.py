@@ -110,7 +110,7 @@ class VllmEngineConfig(EngineBase):
         "none",
         description="source of drafted tokens, which vLLM verifies several at a time (speculative decoding). "
         "suffix: past responses to the same prompt; ngram: repetitions in prompt and response; mtp: heads of the "
-        "policy, which no learner trains yet, so it is rejected",
+        "policy (rejected, because no learner trains them yet)",
     )
     draft_tokens: int = Field(
         8, ge=1, le=64, description="largest number of tokens that an engine drafts for a response in one step"

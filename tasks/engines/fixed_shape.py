@@ -207,8 +207,8 @@ class FixedShapeSampler:
         needed = len(prompt) + request.max_new_tokens
         if not prompt or needed > self._context:
             raise ValueError(
-                f"request {request.id} needs {needed} tokens for its prompt and its response; the policy takes "
-                f"prompts of at least one token, and {self._context} tokens in all"
+                f"request {request.id} needs {needed} tokens for prompt and response, but the policy takes at "
+                f"most {self._context}, and a prompt must have at least one token"
             )
         generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
@@ -244,7 +244,10 @@ class FixedShapeSampler:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 if name not in stored or stored[name].shape != parameter.shape:
-                    raise Corrupt(f"{weights} has no tensor {name} of shape {tuple(parameter.shape)}")
+                    raise Corrupt(
+                        f"the weights in {weights} must have a tensor {name} of shape {tuple(parameter.shape)}, "
+                        "but have none"
+                    )
                 parameter.copy_(stored[name])
 
     @torch.inference_mode()

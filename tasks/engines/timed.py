@@ -8,8 +8,8 @@ With n running requests and t tokens in the KV cache, each request runs at `spee
 kv_read_cost * t)`. The engine's *work* is the computing time, in seconds at full speed, that a request would have
 received if it had run since the engine's start.
 
-With `kv_tokens`, a request starts once its tokens and a free block for each running request fit into the KV cache. If
-the KV cache is full, the request that started last is preempted, as in vLLM, and continues later.
+With `kv_tokens`, a request starts once the KV cache has room for its tokens, and for one more block for each running
+request. If the KV cache is full, the request that started last is preempted, as in vLLM, and continues later.
 
 After a turn, the tokens of an episode stay in the KV cache until its next turn, or until other requests need the room.
 A turn computes only tokens of its prompt that are not in the cache. A weight update removes episodes without a running

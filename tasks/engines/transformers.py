@@ -74,7 +74,7 @@ class TransformersEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
         if request.id in self._waiting:
-            raise ValueError(f"request {request.id} is already running")
+            raise ValueError(f"request {request.id!r} is already running; give each request its own id")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
         try:

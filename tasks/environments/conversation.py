@@ -41,7 +41,9 @@ class Conversation:
             ValueError: the policy has not answered yet.
         """
         if len(response) == self.begun:
-            raise ValueError("the policy has not answered yet; call extend after `generate` has returned a generation")
+            raise ValueError(
+                "extend needs an answer of the policy, but the policy has not answered yet; call `generate` first"
+            )
         recent = (*self.recent, renderer.parse(response[self.begun :]))
         talk = Conversation(self.earlier, recent, len(response), self.is_known)
         found = renderer.rewrite(prompt, self.earlier, recent, messages) if self.is_known else None

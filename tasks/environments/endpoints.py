@@ -53,7 +53,10 @@ class EndpointRoles:
         """
         if (role := self._roles.get(name)) is None:
             known = ", ".join(self._roles) or "none"
-            raise ConfigError(f"environment.endpoints: there is no endpoint {name!r}; the endpoints are {known}")
+            raise ConfigError(
+                f"environment.endpoints: the environment asks the endpoint {name!r}, which is not configured; the "
+                f"endpoints are {known}"
+            )
         client, places = await self._find_client(name, role)
         async with places:
             return await self._call(name, role, client, messages, seed)
@@ -103,7 +106,9 @@ class EndpointRoles:
             ends_run = name not in self._answered
             raise _explain(name, role, error.status_code, error.response.text, ends_run=ends_run) from None
         except (openai.APIError, LookupError, AttributeError, TypeError, ValueError, RecursionError, TimeoutError) as e:
-            raise Unjudged(f"the endpoint {name} answered none of {role.tries} calls ({type(e).__name__})") from None
+            raise Unjudged(
+                f"the endpoint {name} answered none of {role.tries} calls; the last one failed with {type(e).__name__}"
+            ) from None
         self._answered.add(name)
         return said
 
@@ -118,7 +123,7 @@ def _explain(name: str, role: EndpointRole, status: int, text: str, *, ends_run:
         which = "model" if status == 404 else "token_env"
         cure = "correct the key, the address or the model"
         where = f"environment.endpoints.{name}.{which} = {getattr(role, which)!r}"
-        return ConfigError(f"{where}: {role.url} refuses it with status {status}: {said}; {cure}")
+        return ConfigError(f"{where}: {role.url} refuses this value with status {status}: {said}; {cure}")
     what = f"the endpoint {name} refused a call with status {status}: {said}"
     return ConversationRefused(what) if status in REFUSED_CONTENT else Unjudged(what)
 

@@ -147,5 +147,5 @@ def check_stops(stop: Sequence[str]) -> tuple[str, ...]:
     for one in stops:
         one.encode()  # a lone surrogate raises a `ValueError`
     if "" in stops:
-        raise ValueError("a stop string is empty")
+        raise ValueError("a stop string must not be empty; leave it out")
     return stops

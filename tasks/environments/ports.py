@@ -113,7 +113,9 @@ NO_TEXT = _NoText()
 
 
 def _refuse() -> NoReturn:
-    raise ConfigError("environment: the environment needs a tokenizer, and this run has none; give the run a policy")
+    raise ConfigError(
+        "environment: this environment needs a tokenizer, but a run without a policy has none; give the run a policy"
+    )
 
 
 def _read_clock() -> float:

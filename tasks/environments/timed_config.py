@@ -122,5 +122,9 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
             refuse("environment.hangs", self.hangs, cure)
         for key in ("step_sigma", "reset_sigma") if self.distribution == "lognormal" else ():
             if getattr(self, key) > WIDEST:
-                refuse(f"environment.{key}", getattr(self, key), f"a lognormal sigma is at most {WIDEST:g}; lower it")
+                refuse(
+                    f"environment.{key}",
+                    getattr(self, key),
+                    f"the sigma of a lognormal distribution is at most {WIDEST:g}; lower it",
+                )
         return self

@@ -55,15 +55,15 @@ def parse_action(text: str) -> Action:
 
 def _parse_call(whole: str, inner: str) -> ActionCall:
     if not whole.endswith(END):
-        raise ValueError(f"a tool call has no {END}")
+        raise ValueError(f"a tool call does not end with {END}")
     call = json.loads(inner)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ValueError("a tool call is no object with a name")
+        raise ValueError("a tool call must be a JSON object with a name")
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):  # some models write the arguments as a string of JSON
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {call['name']} are no object")
+        raise ValueError(f"the arguments of the tool call {call['name']} must be a JSON object")
     return ActionCall(call["name"], arguments)
 
 

@@ -158,7 +158,10 @@ class LivedEpisode:
         """
         own = (branch for branch in reversed(self.branches) if branch.role == self.role and branch.turns)
         if (branch := next(own, None)) is None:
-            raise ValueError("the episode has no turn yet; give a reward after `generate` has returned a generation")
+            raise ValueError(
+                "the episode has no turn that could get the reward yet; give a reward after `generate` has "
+                "returned a generation"
+            )
         branch.turns[-1].reward = (branch.turns[-1].reward or 0.0) + value
 
     def enter_state(self, key: str) -> None:
@@ -184,10 +187,10 @@ class LivedEpisode:
             TypeError: the name is not a string.
         """
         if not isinstance(name, str):
-            raise TypeError(f"the name of a role is a {type(name).__name__}, not a string")
+            raise TypeError(f"the name of a role must be a string, not a {type(name).__name__}")
         name.encode()  # a lone surrogate raises a `ValueError`, because storage cannot encode it
         if not 0 < len(name) <= LONGEST_ROLE:
-            raise ValueError(f"the name of a role has {len(name)} characters, and not 1 to {LONGEST_ROLE}")
+            raise ValueError(f"the name of a role must have 1 to {LONGEST_ROLE} characters, not {len(name)}")
         self.role, found = name, next((one for one in reversed(self.branches) if one.role == name), None)
         if found is None:
             self.branches.append(found := LivedBranch(name))
@@ -215,7 +218,7 @@ def hash_state(key: str) -> int:
         TypeError: the name is not a string.
     """
     if not isinstance(key, str):
-        raise TypeError(f"the key of a state is a {type(key).__name__}, not a string")
+        raise TypeError(f"the key of a state must be a string, not a {type(key).__name__}")
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True) or 1
 
@@ -234,5 +237,5 @@ def check_tokens(tokens: Sequence[int], vocabulary: int) -> Int32s:
         wrong = [token for token in tokens if not 0 <= token < vocabulary]
     if wrong:
         last = vocabulary - 1
-        raise ValueError(f"{wrong[0]} is not a token of the policy, whose {vocabulary} tokens are 0 to {last}")
+        raise ValueError(f"{wrong[0]} is not a token of the policy, whose {vocabulary} tokens are numbered 0 to {last}")
     return Int32s.of(tokens)

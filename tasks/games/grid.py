@@ -82,7 +82,7 @@ class Board(ABC):
             ([CELLS.index(one) for one in part] for part in found.groups()) if found else ([], [], [])
         )
         if not found or max((*goals, *marked, *start)) >= size * size:
-            raise ValueError(f"{text!r} is no board of size {size}")
+            raise ValueError(f"{text!r} does not describe a board of size {size}")
         return cls(size, frozenset(goals), frozenset(marked), tuple(start))
 
     def measure_distance(self, one: int, other: int) -> int:

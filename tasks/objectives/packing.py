@@ -48,7 +48,7 @@ class MicroBatch:
     positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares tokens
     last: Tensor | None = None  # (L, T) int64: `Packing.last`, for the attention mask; None if no row shares tokens
     packing: Packing | None = None  # the layout, if each token attends only to its path; then L is 1
-    most: int = 0  # with `packing`: attention over a tree of at most so many tokens is dense
+    most: int = 0  # with `packing`: largest number of tokens of a tree whose attention is dense
     observed: ObservedTargets | None = None  # None if the environment's tokens are not trained on
     # (M,) int64: number of each token. Tokens that several rows share have one number, because one hidden state
     # predicts them. None if all numbers differ.

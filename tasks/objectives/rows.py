@@ -162,7 +162,9 @@ def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
     for (index, attempt, sample), branch in zip(zip(*names, strict=True), column.to_pylist(), strict=True):
         parent = None if branch is None else (index, attempt, branch["parent"])
         if parent is not None and parent not in numbers:
-            raise Corrupt(f"sample {sample} of prompt {index} branches off sample {parent[2]}, which is not before it")
+            raise Corrupt(
+                f"sample {sample} of prompt {index} branches off sample {parent[2]}, but no earlier row has this sample"
+            )
         found.append(max(found, default=-1) + 1 if parent is None else numbers[parent])
         numbers[index, attempt, sample] = found[-1]
     return np.array(found, np.int64)

@@ -22,6 +22,6 @@ def check_states(objective: ObjectiveConfig, *, has_states: bool) -> None:
     """Raise `ConfigError` if an objective compares turns by their states, and no turn of the batch has a state."""
     if objective.advantage.credit == "state" and not has_states:
         raise ConfigError(
-            'train.objective.advantage.credit = "state": the environment names no state of a turn; let it call '
-            'episode.enter_state before each turn, or set credit = "turn"'
+            'train.objective.advantage.credit = "state" needs an environment that names the state of each turn, '
+            'and this one names none; let it call episode.enter_state before each turn, or set credit = "turn"'
         )

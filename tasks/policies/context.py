@@ -45,12 +45,15 @@ def context_length(config: Mapping[str, Any]) -> int:
     found = next(((name, value) for name, value in named if value is not None), None)
     if found is None:
         raise ConfigError(
-            f"policy.path: the policy's config.json names no context length (none of {', '.join(NAMES)}); "
-            "write max_position_embeddings into it, or choose another policy"
+            "policy.path: the policy's config.json does not say how many tokens the policy can read (none of "
+            f"{', '.join(NAMES)}); write max_position_embeddings into it, or choose another policy"
         )
     name, value = found
     if type(value) is not int or value < 2:
-        raise ConfigError(f"policy.path: the policy's config.json has {name} = {value!r}; write a whole number above 1")
+        raise ConfigError(
+            f"policy.path: the policy's config.json has {name} = {value!r}, which must be a whole number above 1; "
+            "correct it"
+        )
     for scaling in _scalings(text):
         kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
         if kind == "linear" and isinstance(factor, int | float) and "gemma3" not in str(text.get("model_type")):
@@ -82,7 +85,7 @@ def check_window(config: Mapping[str, Any]) -> None:
     window = _window(text_config(config))
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(
-            f"policy.path: the policy's config.json has sliding_window = {window!r}; write a whole number "
+            f"policy.path: the policy's config.json has sliding_window = {window!r}, which must be a whole number "
             "above 0, or null"
         )
 

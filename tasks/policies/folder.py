@@ -129,8 +129,8 @@ def find_policy(path: str, download: bool = True, key: str = "policy.path") -> P
             return None
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{key} = {path!r} is no folder on this machine, and the model cannot be downloaded from "
-            f"the hub ({reason}); download the model first"
+            f"{key} = {path!r} is not a folder on this machine, and the model cannot be downloaded from the hub "
+            f"({reason}); download the model first"
         ) from None
     return _check_complete(path, Path(found), key)
 

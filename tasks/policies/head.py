@@ -64,7 +64,7 @@ class LMHead:
         except Exception as error:  # the model's code may raise any error here
             raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
-            raise _refusal(model, f"the log-probs differ by {off:.2g} nats")
+            raise _refusal(model, f"its log-probs differ from those of the whole model by {off:.2g} nats")
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
         """Return logits of shape (M, V), in the model's data type, from hidden states of shape (M, H)."""
@@ -112,7 +112,7 @@ def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
     """Return a copy of a model in which `other` replaces `module`; all other modules are shared."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
-        raise TypeError("the model has no head, because its decoder is the model itself")
+        raise TypeError("the model has no output layer (head), because its decoder is the model itself")
     top = made = _copy_module(model)
     *outer, last = path.split(".")
     for name in outer:

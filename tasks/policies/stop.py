@@ -38,7 +38,9 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
     ids = found if isinstance(found, list) else [] if found is None else [found]
     for id in ids:
         if type(id) is not int or id < 0:
-            raise ConfigError(f"policy.path: the policy's eos_token_id = {found!r} is no token id; write whole numbers")
+            raise ConfigError(
+                f"policy.path: the policy's eos_token_id = {found!r} is not a token id; write whole numbers"
+            )
     return ids
 
 

@@ -75,12 +75,12 @@ def _read_headers(folder: Path) -> dict[str, Path]:
     for file in files:
         for name in _check_names(file):
             if name in where:
-                raise _refusal(f"the tensor {name} is in {where[name].name} and in {file.name}")
+                raise _refusal(f"the tensor {name} is stored twice, in {where[name].name} and in {file.name}")
             where[name] = file
     listed = {name: folder / file for name, file in (index or {}).items()}
     if index is not None and listed != where:
         wrong = {name for name in {*listed, *where} if listed.get(name) != where.get(name)}
-        raise _refusal(f"{INDEX} names wrong files for the tensors {_list_names(wrong)}")
+        raise _refusal(f"{INDEX} names files that do not contain the tensors {_list_names(wrong)}")
     return where
 
 

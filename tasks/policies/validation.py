@@ -108,8 +108,8 @@ def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
         )
     if ends := [id for id in stop_tokens(tokenizer.folder) if id >= rows]:
         raise ConfigError(
-            f"policy.path: the policy's end token {ends[0]} is outside of the model's {rows} embedding rows; "
-            "correct eos_token_id"
+            f"policy.path: the policy's end token {ends[0]} does not exist in the model, which has {rows} "
+            "embedding rows; correct eos_token_id"
         )
 
 

@@ -39,7 +39,7 @@ def read_arrow(
     try:
         names = list(table.column_names)
     except UnicodeDecodeError as error:
-        raise config.refusal(f"the name of a column is not UTF-8 ({error}); write the file again") from None
+        raise config.refusal(f"the file has a column whose name is not UTF-8 ({error}); write the file again") from None
     for name, column in zip(names, table.columns, strict=True):
         try:
             column.validate(full=True)
@@ -82,7 +82,9 @@ def _read_parquet(config: FilePrompts) -> Any:
     try:
         return pq.ParquetFile(io.BytesIO(content), page_checksum_verification=True).read()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise config.refusal(f"it is no intact Parquet file ({_first_line(error)}); write the file again") from None
+        raise config.refusal(
+            f"the file is not an intact Parquet file ({_first_line(error)}); write the file again"
+        ) from None
 
 
 def _read_saved(config: FilePrompts, path: Path) -> Any:
@@ -91,27 +93,33 @@ def _read_saved(config: FilePrompts, path: Path) -> Any:
     try:
         names = [str(file["filename"]) for file in state["_data_files"]]
     except (KeyError, TypeError):
-        raise config.refusal("state.json does not list the data files; save the data set again") from None
+        raise config.refusal(
+            "the file state.json does not list the data files of the data set; save the data set again"
+        ) from None
     shards = [_read_shard(config, folder, name) for name in names]
     try:
         return pa.concat_tables(shards) if shards else pa.table({})
     except pa.ArrowException as error:
-        raise config.refusal(f"its files differ in their columns ({_first_line(error)}); save it again") from None
+        raise config.refusal(
+            f"the files of the data set differ in their columns ({_first_line(error)}); save the data set again"
+        ) from None
 
 
 def _find_split(config: FilePrompts, path: Path) -> Path:
     """Return the folder of the data set's chosen split, or the data set's own folder if the data set has no splits."""
     if not (path / "dataset_dict.json").exists():
         if config.split:
-            raise config.split_refusal("has no splits; remove the key")
+            raise config.split_refusal("has no splits; remove the key split")
         if not (path / "state.json").exists():
-            raise config.refusal("the folder has no state.json, as `save_to_disk` writes it; name such a folder")
+            raise config.refusal(
+                "the folder was not written by `save_to_disk`, because it has no state.json; name a folder that was"
+            )
         return path
     splits = _read_json(config, path / "dataset_dict.json").get("splits")
     found = [str(split) for split in splits] if isinstance(splits, list) else []
     split = config.split or DEFAULT_SPLIT
     if split not in found:
-        raise config.split_refusal(f"has only the splits {', '.join(found)}; name one")
+        raise config.split_refusal(f"has only the splits {', '.join(found)}; name one of them")
     return path / split
 
 
@@ -119,9 +127,11 @@ def _read_json(config: FilePrompts, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_bytes(config, str(path)))
     except (ValueError, RecursionError) as error:
-        raise config.refusal(f"{path.name} is no JSON ({_first_line(error)}); save the data set again") from None
+        raise config.refusal(
+            f"the file {path.name} is not JSON ({_first_line(error)}); save the data set again"
+        ) from None
     if not isinstance(found, dict):
-        raise config.refusal(f"{path.name} is no JSON object; save the data set again")
+        raise config.refusal(f"the file {path.name} is not a JSON object; save the data set again")
     return found
 
 
@@ -130,7 +140,9 @@ def _read_shard(config: FilePrompts, folder: Path, name: str) -> Any:
     try:
         return pa.ipc.open_stream(pa.BufferReader(content)).read_all()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise config.refusal(f"{name} is no Arrow file ({_first_line(error)}); save the data set again") from None
+        raise config.refusal(
+            f"the file {name} is not an Arrow file ({_first_line(error)}); save the data set again"
+        ) from None
 
 
 def _load_from_hub(config: FilePrompts) -> Any:

@@ -64,8 +64,8 @@ class ColumnSumsSource:
             if asked not in self._excluded:
                 return asked
         raise ConfigError(
-            f"evaluation.prompts: after {len(self._held)} held-out sums nothing is left to train on; lower "
-            "evaluation.prompts, or raise prompts.max_digits"
+            f"evaluation.prompts: {len(self._held)} sums are held out, and no other sum is left to train on; "
+            "lower evaluation.prompts, or raise prompts.max_digits"
         )
 
 

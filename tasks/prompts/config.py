@@ -246,7 +246,9 @@ class FilePrompts(FileBase):
         for name in ("held_out_path", "held_out_split"):
             if getattr(self, name) is not None and self.held_out != share:
                 refuse(
-                    "prompts.held_out", self.held_out, f"the held-out questions come from {name}; remove one of them"
+                    "prompts.held_out",
+                    self.held_out,
+                    f"the held-out questions come from {name}; remove one of the two keys",
                 )
         return self
 

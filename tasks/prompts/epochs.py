@@ -110,7 +110,10 @@ class Epochs:
             if position >= head.start:
                 return head.number * self._sources[source].count + self._asked(source, entry)[position - head.start]
             entry = head.before
-        raise Corrupt(f"prompt {position} of source {source} belongs to no epoch of {self._log.store.uri}")
+        raise Corrupt(
+            f"prompt {position} of prompt source {source} belongs to no epoch that the log of "
+            f"{self._log.store.uri} records"
+        )
 
     def start(self, writer: Writer, source: int, position: int) -> int:
         """Append the log entry of the epoch at a position, unless it exists; return the end of the epoch.
@@ -183,7 +186,9 @@ class _Decision:
 
     def __call__(self, state: RunState, _: StoredObject | None) -> EpochStarted:
         if state.epochs[self._source] != self._newest:
-            raise EntryRefused(f"the next epoch of source {self._source} has started already")
+            raise EntryRefused(
+                f"the next epoch of prompt source {self._source} has started already, so it cannot start again"
+            )
         self.read_rates(state.n)
         return self._epochs.propose(self._source, self._last, self._entry, self._rates.rates)
 
@@ -219,5 +224,5 @@ def read_epoch(log: Log, entry: int) -> EpochStarted:
     """Read a log entry that starts an epoch; raise `Corrupt` if the entry is damaged or of another kind."""
     body = get_entry(log, entry).entry.body
     if not isinstance(body, EpochStarted):
-        raise Corrupt(f"{entry_path(entry)} should record the start of an epoch, but records something else")
+        raise Corrupt(f"log entry {entry_path(entry)} should record the start of an epoch, but records something else")
     return body

@@ -64,19 +64,23 @@ class ImportedSource:
 
     def _check(self, call: str, question: object) -> None:
         if not isinstance(question, Question):
-            raise self._refusal(call, f"gave a {type(question).__name__}; give rollflow's Question")
+            raise self._refusal(call, f"gave a {type(question).__name__}; return rollflow's Question")
         for name, text in (("text", question.text), ("answer", question.answer), ("key", question.key)):
             if not isinstance(text, str) or not _is_utf8(text):
-                raise self._refusal(call, f"has the {name} {text!r}; give a str that UTF-8 can say")
+                raise self._refusal(
+                    call, f"gave a question whose {name} is {text!r}; give a str that can be encoded in UTF-8"
+                )
         if question.messages and (wrong := self._find_messages_fault(question)):
             raise self._refusal(call, wrong)
         if not question.text.strip():
-            raise self._refusal(call, "asks nothing; give a text that is not empty")
+            raise self._refusal(call, "gave a question without text; give a text that is not empty")
         try:
             json.dumps(dict(question.reference))
         except (TypeError, ValueError) as error:
             raise self._refusal(
-                call, f"has a reference that is no JSON ({error}); it goes to another process"
+                call,
+                f"gave a question whose reference is not JSON ({error}); give JSON, because other processes read "
+                "the reference",
             ) from None
 
     def _find_messages_fault(self, question: Question) -> str | None:

@@ -30,7 +30,7 @@ def read_bytes(config: FileBase, path: str) -> bytes:
     try:
         file = Path(path).expanduser()
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError("it is no regular file")  # reading a pipe or a device might never end
+            raise ValueError("it is not a regular file")  # reading a pipe or a device might never end
         return file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # an invalid path, or an unknown home directory
         why = getattr(error, "strerror", None) or error
@@ -186,7 +186,10 @@ def read_difficulty(config: FileBase, row: Mapping[str, Any]) -> float:
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"column {name!r} of prompts.difficulty is no number ({json.dumps(value)[:40]}); correct it")
+        raise ValueError(
+            f"the column {name!r}, which prompts.difficulty names, contains {json.dumps(value)[:40]}, which is "
+            "not a number; correct it"
+        )
     return number
 
 
@@ -204,7 +207,7 @@ def _read_question(config: FileBase, number: int, line: str) -> Question:
             return Question(question, judged_part(config, answer), reference, messages=_list_messages(asked))
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise config.refusal(f"{config.unit} {number} has no question and answer; correct it")
+    raise config.refusal(f"{config.unit} {number} must have a question and an answer; correct it")
 
 
 def _list_messages(asked: Asked) -> Sequence[Message]:

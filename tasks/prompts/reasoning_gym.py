@@ -80,8 +80,8 @@ class ReasoningGymSource:
             if question not in self._excluded:
                 return question
         raise ConfigError(
-            f"evaluation.prompts: after {len(self._held)} held-out prompts nothing of {self._family} is left "
-            "to train on; lower evaluation.prompts, or widen prompts.options"
+            f"evaluation.prompts: {len(self._held)} prompts are held out, and no other prompt of {self._family} "
+            "is left to train on; lower evaluation.prompts, or widen prompts.options"
         )
 
     def _build_question(self, entry: dict[str, Any]) -> Question:

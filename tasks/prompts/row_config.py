@@ -33,7 +33,7 @@ class DifficultyRange(Section):
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         if self.min is None and self.max is None:
-            refuse("prompts.difficulty", self.column, "it has no limit; set min or max")
+            refuse("prompts.difficulty", self.column, "the difficulty has no limit; set prompts.difficulty.min or max")
         if self.min is not None and self.max is not None and self.min > self.max:
             refuse("prompts.difficulty.min", self.min, f"it must not be above max = {self.max}; choose a smaller min")
         return self
@@ -71,5 +71,9 @@ class EvaluationSet(Section):
     @model_validator(mode="after")
     def _check_place(self) -> Self:
         if self.path is None and self.split is None:
-            refuse("prompts.evaluation_sets", "", "a set has neither path nor split; name one of them")
+            refuse(
+                "prompts.evaluation_sets",
+                "",
+                "an evaluation set needs a path or a split, but one has neither; name one of them",
+            )
         return self

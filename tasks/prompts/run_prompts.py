@@ -177,8 +177,8 @@ class RunPrompts:
 
     def _build_no_held_out_error(self) -> ConfigError:
         return ConfigError(
-            f"evaluation.prompts = {self._held_out}: no prompt is held out to evaluate with; raise "
-            "prompts.held_out or give more lines"
+            f"evaluation.prompts = {self._held_out}: no prompt is held out, so there is nothing to evaluate with; "
+            "raise prompts.held_out or give more lines"
         )
 
     def sha256(self, which: int) -> str:

@@ -53,5 +53,7 @@ class PromptBase(Section):
     @model_validator(mode="after")
     def _check_template(self) -> Self:
         if self.template is not None and PLACE not in self.template:
-            refuse("prompts.template", self.template, f"it has no place for the question; write {PLACE} in it")
+            refuse(
+                "prompts.template", self.template, f"the template has no place for the question; write {PLACE} in it"
+            )
         return self

@@ -60,8 +60,8 @@ class SortingSource:
             if asked not in self._excluded:
                 return asked
         raise ConfigError(
-            "prompts.kind = 'sorting': another source holds out all questions of this source; remove one of "
-            "the two sources"
+            "prompts.kind = 'sorting': another source holds out all questions of this source, so none is left to "
+            "train on; remove one of the two sources"
         )
 
 

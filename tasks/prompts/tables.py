@@ -44,7 +44,7 @@ def convert_table(config: FilePrompts) -> bytes:
     path = Path(config.path).expanduser()
     chosen = config.chosen_format or ("saved" if path.is_dir() else None)
     if config.split and chosen not in ("saved", "hub"):
-        raise config.split_refusal("is a file without splits; remove the key")
+        raise config.split_refusal("is a file, which has no splits; remove the key split")
     match chosen:
         case "jsonl":
             return _rename_lines(config, read_bytes(config, config.path))
@@ -56,7 +56,8 @@ def convert_table(config: FilePrompts) -> bytes:
             return _write_lines(config, *read_arrow(config, chosen, path))
     known = ", ".join(SUFFIXES)
     raise config.refusal(
-        f"the suffix is none of {known}, and there is no such folder; set prompts.format, or correct the path"
+        f"the suffix of the path is none of {known}, and there is no folder of this name; set prompts.format, or "
+        "correct the path"
     )
 
 
@@ -139,7 +140,7 @@ def _number_records(config: FilePrompts, text: str, delimiter: str) -> Iterator[
             return
         except csv.Error as error:
             cure = "correct the quotes of the row that begins there"
-            raise config.refusal(f"line {before + 1}: it is no CSV ({error}); {cure}") from None
+            raise config.refusal(f"line {before + 1} of the file is not CSV ({error}); {cure}") from None
         if values:
             yield before + 1, values
         before = rows.line_num
@@ -164,7 +165,7 @@ def _write_lines(config: FilePrompts, header: Sequence[str], rows: Numbered) -> 
 def check_columns(config: FilePrompts, header: Sequence[str]) -> None:
     """Reject a table that lacks a required column, or has two columns of the same name."""
     if twice := [name for name, count in Counter(header).items() if count > 1]:
-        raise config.refusal(f"two columns have the name {twice[0]!r}; rename one")
+        raise config.refusal(f"the file has two columns with the name {twice[0]!r}; rename one of them")
     known = f"the columns are {', '.join(map(repr, header))}"
     for name, column in config.columns.items():
         if column not in header:
@@ -179,13 +180,13 @@ def check_columns(config: FilePrompts, header: Sequence[str]) -> None:
         )
     if "question" not in (*header, *config.columns):
         cure = 'set prompts.columns = {question = "..."} to one of them'
-        raise config.refusal(f"there is no column 'question' ({known}); {cure}")
+        raise config.refusal(f"the file has no column 'question' ({known}); {cure}")
 
 
 def _to_text(value: object) -> str:
     """Return a date, a time or a decimal number as text, because JSON has no such types."""
     if isinstance(value, bytes | bytearray | memoryview):
-        raise TypeError("a value is bytes, which JSON cannot contain")
+        raise TypeError("a value of the row is bytes, which JSON cannot contain")
     return str(value)
 
 

@@ -191,7 +191,7 @@ class PlayedEpisode:
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
         if not isinstance(data, bytes):
-            raise TypeError(f"a snapshot is a {type(data).__name__}, not bytes")
+            raise TypeError(f"a snapshot must be bytes, not a {type(data).__name__}")
 
     def forget_turns(self, reason: str) -> None:
         """Do nothing, because no turn of this episode was generated before a crash."""
@@ -202,7 +202,10 @@ class PlayedEpisode:
         grown = len(given) - self.prompt.input.length
         if not self.lived.is_fresh or grown >= self.room:
             used = self.lived.current.length
-            raise ValueError(f"the prompt cannot grow by {grown} tokens: {used} of {self.longest} are used")
+            raise ValueError(
+                f"the prompt cannot become longer by {grown} tokens, because {used} of the {self.longest} tokens "
+                "of the response are used"
+            )
         self.longest -= max(0, grown)
         self.prompt = replace(self.prompt, input=ModelInput.of(given))
 
@@ -323,7 +326,8 @@ class PlayedEpisode:
         """
         if self.first is None:
             raise ConfigError(
-                "the environment ended an episode without a generation; ask for at least one generation in each episode"
+                "the environment ended an episode in which the policy generated nothing; let it ask for at least "
+                "one generation in each episode"
             )
         found = list[Trajectory]()
         for number, branch in enumerate(self.lived.played):
@@ -370,7 +374,7 @@ class PlayedEpisode:
     def _build_turn(self, stop: tuple[str, ...], max_tokens: int | None) -> Turn:
         max_tokens = None if max_tokens is None else operator.index(max_tokens)
         if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}, but a generation has at least one token")
+            raise ValueError(f"max_tokens = {max_tokens}, but a generation has at least one token; give 1 or more")
         room = self.room
         longest = min(self.ports.limits.bound_turn(room, self.generated), max_tokens or room)
         context = self.lived.current.follow(self.prompt.input)

@@ -206,9 +206,11 @@ class Evaluator:
         main = removed[: len(self.prompts) * self.samples].count(False)
         done = [one for one, is_removed in zip(done, removed, strict=True) if not is_removed]
         if self.prompts and not main:
-            raise Unjudged("the environments of all held-out prompts are removed")
+            raise Unjudged("nothing can be evaluated, because the environments of all held-out prompts were removed")
         if missing := [one.score.reason for one in done if one.score.outcome is Outcome.UNJUDGED]:
-            raise Unjudged(f"{len(missing)} of {len(done)} responses could not be judged, the first: {missing[0]}")
+            raise Unjudged(
+                f"{len(missing)} of {len(done)} responses could not be judged, the first one because: {missing[0]}"
+            )
         judged = [(one.prompt.domain, one.score) for one in done]
         sets = self._summarise_sets(judged[main:])
         judged, pinned = judged[:main], all(v == version for one in done for v in one.versions)

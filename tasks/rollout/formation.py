@@ -3,8 +3,8 @@
 While the learner is busy, a batch is formed only if no running group of responses has to be preempted (cancelled and
 started again later) for the batch. Once the learner needs the batch, running groups of responses that would be too old
 for the next batch are preempted. A batch never preempts a group of responses that is *awaited*: the batch waits for the
-group. With `on_stale = "wait"`, every running group of responses that would be too old for the next batch is awaited.
-With `on_stale = "drop"`, only groups of responses whose prompts were preempted often are awaited (see
+group. With `on_stale = "wait"`, a batch waits for every running group of responses that would be too old for the batch
+after it. With `on_stale = "drop"`, a batch waits only for groups of responses whose prompts were preempted often (see
 `issue_order`).
 """
 

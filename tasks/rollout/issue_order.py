@@ -6,7 +6,8 @@ was too slow) waits for the next policy version.
 
 With tail batching (RollPacker, section 4), prompts that were often preempted wait in a queue, the *tail*, until they
 fill a batch. A *short* round has no prompts from the tail; a *long* round has only prompts from the tail, and its batch
-waits for all their responses. The last round of a run is a long round, so that slow prompts are trained, too.
+waits for all their responses. The last round of a run has only prompts from the tail, so that the policy is trained on
+slow prompts, too.
 
 A prompt source whose prompts all name a removed environment (`environments.mixed`) is closed until the run is resumed.
 The other sources then get its share of the prompts.

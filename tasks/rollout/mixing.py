@@ -35,7 +35,10 @@ class Mixture:
         self._filtered = list(filtered) or [0] * len(shares)
         self._closed = set[int]()
         if not len(shares) == len(self._issued) == len(self._filtered):
-            raise ValueError(f"{len(shares)} prompt sources cannot continue from a cursor of {len(issued)} sources")
+            raise ValueError(
+                f"the number of prompt sources cannot change: the config has {len(shares)}, but there are counts of "
+                f"issued prompts for {len(self._issued)} sources, and of filtered prompts for {len(self._filtered)}"
+            )
 
     @property
     def state(self) -> Cursor:

@@ -285,7 +285,9 @@ class InferenceProxy:
             if len(live) < 2:
                 raise EngineFailed("no engine can be borrowed, because fewer than two engines are alive")
             place, lane = min(live.items(), key=lambda item: item[1].taken)
-            lane.failure = EngineFailed("the engine is borrowed")
+            lane.failure = EngineFailed(
+                "this engine is borrowed, for example for an evaluation, and takes no other requests meanwhile"
+            )
             self._queue.remove(lane)
             await self._hand_over(lane)
         return place, lane.engine

@@ -274,14 +274,14 @@ class RolloutScheduler:
         self._unjudged_of[prompt] += 1
         if self._unjudged_of[prompt] == most:
             raise ConfigError(
-                f"{name_section(scorer)}.max_unjudged = {most}: prompt {prompt} was issued so many times, and each "
-                f"time nobody could judge a response (the last reason: {unjudged.why}); fix the scorer, or remove "
-                "the prompt, then resume the run"
+                f"{name_section(scorer)}.max_unjudged = {most}: prompt {prompt} was issued {most} times without a "
+                f"score for its responses (the last reason: {unjudged.why}); fix the scorer, or remove the "
+                "prompt, then resume the run"
             )
         if self._outages.count(scorer, rollout.number, self._issued) == most:
             raise ConfigError(
-                f"{name_section(scorer)}.max_unjudged = {most}: so many groups in a row had a response that nobody "
-                f"could judge (the last reason: {unjudged.why}); fix the scorer, then resume the run"
+                f"{name_section(scorer)}.max_unjudged = {most}: in {most} groups in a row, a response could not "
+                f"be scored (the last reason: {unjudged.why}); fix the scorer, then resume the run"
             )
 
     async def _count_response(self, tokens: int) -> None:

@@ -268,4 +268,4 @@ class SlotQueue:
     def build_no_engine_error(self) -> EngineFailed:
         """Build the error that says why each engine failed."""
         reasons = (str(lane.failure) for lane in self._places.values())
-        return EngineFailed(f"no engine is left to run requests: {'; '.join(reasons) or 'no engine has started'}")
+        return EngineFailed(f"no engine is left that can run requests: {'; '.join(reasons) or 'no engine has started'}")

@@ -191,7 +191,8 @@ class ClusterConfig(Section):
                 refuse(
                     f"cluster.env.{name}",
                     "...",
-                    "this is not a valid name of an environment variable; correct the name",
+                    "this is not a valid name of an environment variable; write letters, digits and _, and no "
+                    "digit at the beginning",
                 )
             if "\0" in value:
                 refuse(

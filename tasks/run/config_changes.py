@@ -82,8 +82,8 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
         if tree_of(context.config) == tree_of(after):
             return False  # another process has recorded the same config change
         raise ConfigError(
-            f"the run continued while its config was being changed ({error}); stop the run first: rollflow "
-            f"stop {context.uri}"
+            f"the config cannot change, because the run continued meanwhile ({error}); stop the run first: "
+            f"rollflow stop {context.uri}"
         ) from None
     return True
 

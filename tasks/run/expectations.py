@@ -119,7 +119,10 @@ def _check_clock(context: RunContext) -> None:
         return
     for source in context.all_configs[0].prompts:
         if source.chat and context.tokenizer.template.reads_clock(source.system):
-            raise ConfigError("the chat template shows the time, which this run did not record")
+            raise ConfigError(
+                "the chat template writes the time into prompts, and this run did not record the time, so its "
+                "prompts cannot be repeated"
+            )
 
 
 def _check_own_sources(context: RunContext) -> None:
@@ -129,4 +132,6 @@ def _check_own_sources(context: RunContext) -> None:
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):
-            raise ConfigError(f"{key}.path: the file has changed since the run's start")
+            raise ConfigError(
+                f"{key}.path: the file has changed since the run's start, so its questions cannot be repeated"
+            )

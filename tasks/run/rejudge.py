@@ -241,12 +241,15 @@ class Rejudging:
         prompt = self._prompts.prompt(group.key.prompt)
         if prompt.id != group.prompt_id:
             name = f"{group.key.prompt}.{group.key.attempt}"
-            raise Corrupt(f"group {name} answers the prompt {group.prompt_id!r} instead of {prompt.id!r}")
+            raise Corrupt(
+                f"group {name} (prompt.attempt) answers the prompt {group.prompt_id!r}, but this number now means "
+                f"the prompt {prompt.id!r}"
+            )
         if prompt.scorer not in self._scorers:
             have = ", ".join(map(name_section, self._scorers))
             raise ConfigError(
-                f"{name_section(prompt.scorer)}: prompts of the run name this scorer, and the config has only {have}; "
-                "add the section"
+                f"{name_section(prompt.scorer)}: prompts of the run name this scorer, but the config has only "
+                f"{have}; add the section"
             )
         compares = self._scorers[prompt.scorer].compares_group
         responses = [

@@ -233,8 +233,8 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
         if damaged:
             raise Corrupt(
                 f"version {version.number} cannot be restored: {damaged[0].path} is damaged or missing, and a "
-                "replay of the version gives other weights; the replay may need the kind of machine, the number "
-                "of threads and the torch build that trained the version"
+                "replay gives other weights; it may need the same kind of machine, number of threads and torch "
+                "build"
             )
         learner.load(weights, dict(learner.state()))
 

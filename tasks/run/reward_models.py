@@ -130,7 +130,10 @@ def _fetch_model(context: RunContext, section: str) -> Path:
         if stored.path.startswith(f"{_prefix(section)}/"):
             path = folder / stored.path.rpartition("/")[2]
             if not path.exists() or hash_pieces(split_buffers(map_file(path))) != stored.sha256:
-                raise Corrupt(f"{context.store.uri}/{stored.path}, a file of the reward model, is missing or altered")
+                raise Corrupt(
+                    f"{context.store.uri}/{stored.path}, the run's copy of a file of the reward model, is missing "
+                    "or altered"
+                )
     return folder
 
 

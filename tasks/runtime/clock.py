@@ -44,7 +44,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock("every task of the simulation waits, and no timer is set")
+            raise Deadlock("the simulation cannot continue: every task waits, and no timer is set that could wake one")
         if timeout > 0:
             self._loop.jump(timeout)
         return []  # no socket is registered, and asking the kernel for events would cost a tenth of the run time

@@ -39,7 +39,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         RuntimeError: this process already has a fork server, or has started threads.
     """
     if _server._forkserver_pid is not None or threading.active_count() > 1:
-        raise RuntimeError("start the fork server once, before this process starts a thread")
+        raise RuntimeError("the fork server must be started only once, and before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
     # Without this call, the garbage collector would write to memory that is shared with the fork, and so copy it.

@@ -47,7 +47,7 @@ def imported_function(
             key, part, f"the path does not name a function that is annotated to return rollflow's {name}; {cure}"
         )
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise _build_error(key, part, f"the function yields; write a function that returns its {name}")
+        raise _build_error(key, part, f"the function uses yield; write a function that returns its {name}")
     return found
 
 
@@ -79,7 +79,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
     own = build_part(key, part, lambda: found(**arguments, **part.options))
     if not isinstance(own, found):
         raise _build_error(
-            key, part, f"the class created a {type(own).__name__} instead of an object of its own; change the class"
+            key, part, f"creating an object of the class gives a {type(own).__name__} instead; change the class"
         )
     promised = [one for name, one in vars(contract).items() if isinstance(one, FunctionType) and name[0] != "_"]
     needed = [one for one in promised if one.__name__ != optional or not _is_missing(own, one)]
@@ -145,7 +145,9 @@ def _find_attribute(key: str, part: Imported) -> Any:
         ) from None
     # Any error is possible here, because the module may compute its attributes.
     except (Exception, SystemExit) as error:
-        raise _build_error(key, part, f"the module failed with {_describe_error(error)}; correct the module") from error
+        raise _build_error(
+            key, part, f"looking up the name in the module failed with {_describe_error(error)}; correct the module"
+        ) from error
 
 
 def _import_module(key: str, part: Imported, name: str) -> ModuleType:

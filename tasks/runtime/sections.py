@@ -129,6 +129,8 @@ def check_storable(value: object, key: str = "") -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         refuse(key, value, "a run stores its config as JSON, which has no such number; choose a finite one")
     elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-        refuse(key, value, "no process could read this number in 64 bits; choose a smaller number")
+        refuse(
+            key, value, "no process can read this number, because it needs more than 64 bits; choose a smaller number"
+        )
     elif isinstance(value, (date, time)):
         refuse(key, str(value), "a run stores its config as JSON, which has no dates; put it in quotes")

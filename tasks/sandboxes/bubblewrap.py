@@ -81,7 +81,10 @@ class BoxSandboxes:
                 await self._start_box()
                 result = await self._run(Program(code="print(6 * 7)"), {})
             if result.stdout != b"42\n":
-                raise SandboxFailed(f"the first program in the sandbox printed {result.stdout!r} and {result.stderr!r}")
+                raise SandboxFailed(
+                    f"the first program in the sandbox should print 42, but printed {result.stdout!r} and the "
+                    f"error output {result.stderr!r}"
+                )
         except TimeoutError:
             await self.close()
             reason = f"it was not ready after sandbox.start_seconds = {self._config.start_seconds:g}"
@@ -107,7 +110,7 @@ class BoxSandboxes:
         sandbox.
         """
         if self._box is None:
-            raise SandboxFailed("the box has ended")
+            raise SandboxFailed("no sandbox can be created, because the process that creates sandboxes has ended")
         self._numbers += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
@@ -313,7 +316,7 @@ def build_command(config: BubblewrapSandbox, descriptor: int, packages: Mapping[
         SandboxFailed: the program bwrap is not installed on this machine.
     """
     if (bwrap := shutil.which("bwrap")) is None:
-        raise SandboxFailed("there is no program bwrap; install the package bubblewrap")
+        raise SandboxFailed("the program bwrap is not installed; install the package bubblewrap")
     root = os.geteuid() == 0
     limits = {name: getattr(config, name) for name in LIMITS}
     limits |= {"imports": config.imports, "packages": [PACKAGES] if packages else []}

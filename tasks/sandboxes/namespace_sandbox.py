@@ -37,7 +37,7 @@ class NamespaceSandbox:
             raise SandboxFailed(f"the sandbox did not answer within {seconds:g} s") from None
         if "broken" in header:
             await self.close()
-            raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
+            raise SandboxFailed(f"the sandbox could not be created: {header['broken']}")
 
     async def exec(self, program: Program, *, renew: bool = False) -> ExecResult:
         """Run a program in this sandbox; see `Sandbox.exec`. With `renew`, the sandbox is emptied after the program,
@@ -122,7 +122,7 @@ class NamespaceSandbox:
         seconds += GRACE_SECONDS
         async with self._turn:
             if self._is_closed:
-                raise SandboxFailed("the sandbox is closed")
+                raise SandboxFailed("the sandbox is closed, so it runs no more programs")
             try:
                 async with asyncio.timeout(seconds):
                     await self._send(message, channel)
@@ -162,7 +162,7 @@ class NamespaceSandbox:
         while len(self._received) < count:
             part = await loop.sock_recv(self._keeper, min(max(count - len(self._received), CHUNK), 16 * CHUNK))
             if not part:
-                raise SandboxFailed("the sandbox has ended; its process was killed")
+                raise SandboxFailed("the sandbox has ended, because its process was killed")
             self._received += part
         data = bytes(self._received[:count])
         del self._received[:count]
@@ -178,4 +178,4 @@ async def send_with(connection: socket.socket, data: bytes, descriptor: int) -> 
         except BlockingIOError:
             await asyncio.sleep(0.001)
         except OSError as error:
-            raise SandboxFailed(f"the box has ended: {error}") from None
+            raise SandboxFailed(f"the process that creates sandboxes has ended: {error}") from None

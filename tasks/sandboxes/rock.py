@@ -83,10 +83,13 @@ class RockSandboxes:
         try:
             result = await self._run(Program(code="print(6 * 7)", timeout=START_SECONDS), {})
             if result.stdout.split() != [b"42"]:
-                raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
+                raise SandboxFailed(
+                    f"the first program in a sandbox of the server should print 42, but printed {result.stdout!r} "
+                    f"and the error output {result.stderr!r}"
+                )
         except SandboxFailed as error:
             await self.close()
-            raise ConfigError(f"sandbox.url = {self._config.url!r} runs no programs: {error}") from None
+            raise ConfigError(f"sandbox.url = {self._config.url!r}: this server cannot run programs: {error}") from None
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> RockRemoteSandbox:
         """Start a sandbox on the server; see `Sandboxes.create`."""
@@ -136,9 +139,9 @@ class RockSandboxes:
             async with asyncio.timeout(limit):
                 answer = await self._open().request(method, url, json=body, **more)
         except TimeoutError:
-            raise SandboxFailed(f"{path} was not answered within {limit:g} s") from None
+            raise SandboxFailed(f"the server did not answer the request {path} within {limit:g} s") from None
         except httpx.TransportError as error:
-            raise SandboxFailed(f"{path} was not answered: {error}") from None
+            raise SandboxFailed(f"the server did not answer the request {path}: {error}") from None
         return read_result(answer) if is_rock else read_rocklet_result(answer)
 
     def forget(self, sandbox: RockRemoteSandbox) -> None:
@@ -161,7 +164,7 @@ class RockSandboxes:
                 raise
             except SandboxFailed as error:
                 failed = error
-        raise SandboxFailed(f"{self._config.tries} tries failed, the last with: {failed}")
+        raise SandboxFailed(f"all {self._config.tries} tries failed (sandbox.tries), the last one because: {failed}")
 
     async def _create(self, limits: SandboxLimits) -> RockRemoteSandbox:
         await self._places.acquire()
@@ -178,7 +181,7 @@ class RockSandboxes:
                 reason = f"the sandbox did not start within sandbox.start_seconds = {self._config.start_seconds:g}"
                 raise SandboxFailed(reason) from None
             if isinstance(error, RequestFailed):
-                raise SandboxFailed(f"no sandbox could be started: {error}") from None
+                raise SandboxFailed(f"the server could not start a sandbox: {error}") from None
             raise
         self.counter.count_start()
         return sandbox
@@ -224,7 +227,10 @@ class RockRemoteSandbox:
             stages = found.get("status") or {}
             for name, stage in stages.items() if isinstance(stages, Mapping) else ():
                 if stage.get("status") in ("failed", "timeout"):
-                    raise SandboxFailed(f"the sandbox did not start: {name}: {stage.get('message')}")
+                    raise SandboxFailed(
+                        f"the server could not start the sandbox, because its stage {name} failed: "
+                        f"{stage.get('message')}"
+                    )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_LOOK)
 
@@ -236,7 +242,9 @@ class RockRemoteSandbox:
         """Run a program as `exec` does, without counting the program."""
         await self._prepare_user(program.user)
         if program.channel is not None:
-            raise SandboxFailed("a server of ROCK's protocol gives a program no channel")
+            raise SandboxFailed(
+                "a server with ROCK's protocol cannot give a program a channel; use sandboxes of this machine"
+            )
         async with self._turn:
             began = time.monotonic()
             try:
@@ -246,7 +254,9 @@ class RockRemoteSandbox:
                 began = time.monotonic()
                 found = await self._send("/execute", program.timeout + GRACE_SECONDS, body)
             except OSError as error:
-                raise SandboxFailed(f"the program and its input do not fit into the sandbox: {error}") from None
+                raise SandboxFailed(
+                    f"the program and its input could not be written into the sandbox: {error}"
+                ) from None
             except RequestFailed as error:
                 await self.close()  # the program may still be running
                 if (seconds := time.monotonic() - began) >= program.timeout:
@@ -312,12 +322,12 @@ class RockRemoteSandbox:
 
     async def _send(self, path: str, seconds: float, body: Mapping[str, Any]) -> Answer:
         if self._is_closed:
-            raise SandboxFailed("the sandbox is closed")
+            raise SandboxFailed("the sandbox is closed, so it runs no more programs")
         return await self._sandboxes.send(path, seconds, {**body, "sandbox_id": self._identity})
 
     async def _upload(self, place: str, data: bytes) -> None:
         if self._is_closed:
-            raise SandboxFailed("the sandbox is closed")
+            raise SandboxFailed("the sandbox is closed, so it takes no more files")
         form = {"target_path": place, "sandbox_id": self._identity}
         try:
             await self._sandboxes.send("/upload", 0, data=form, files={"file": ("file", data)})

@@ -24,12 +24,12 @@ def read_result(answer: httpx.Response) -> Answer:
     result = found.get("result")
     result = result if isinstance(result, Mapping) else {}
     if answer.status_code != 200 or found.get("status") not in ("Success", "Failed"):
-        raise SandboxFailed(f"the server answered with status {answer.status_code}: {shorten(answer.text)}")
+        raise SandboxFailed(f"the server gave no valid answer (status {answer.status_code}): {shorten(answer.text)}")
     if found["status"] == "Success":
         return result
     reason = shorten(str(found.get("error") or found.get("message") or ""))
     if result.get("code") == 5000:
-        raise SandboxFailed(f"the server failed: {reason}")
+        raise SandboxFailed(f"the server reported an error of its own: {reason}")
     raise RequestFailed(reason, result)
 
 
@@ -45,9 +45,11 @@ def read_rocklet_result(answer: httpx.Response) -> Answer:
         raised = found.get("rockletexception")
         raise RequestFailed(shorten(str(raised.get("message") if isinstance(raised, Mapping) else raised)), {})
     if answer.status_code == TIMED_OUT:
-        raise RequestFailed("the command took too long", {})
+        raise RequestFailed("the command took longer than its time limit", {})
     if answer.status_code != 200:
-        raise SandboxFailed(f"the rocklet answered with status {answer.status_code}: {shorten(answer.text)}")
+        raise SandboxFailed(
+            f"the rocklet (server of one sandbox) answered with status {answer.status_code}: {shorten(answer.text)}"
+        )
     return found
 
 

@@ -67,7 +67,7 @@ class RockSession:
         try:
             await self._send("/create_session", 0, body)
         except RequestFailed as error:
-            raise SandboxFailed(f"no session of {self._type} could be opened: {error}") from None
+            raise SandboxFailed(f"the server could not open a session of the type {self._type!r}: {error}") from None
 
     async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
         """Run code in the session; see `SandboxSession.run`. If the server cannot interrupt commands, a command that

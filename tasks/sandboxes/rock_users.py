@@ -65,7 +65,7 @@ os.execvp(command[0], command)
 def check_name(user: str) -> None:
     """Raise `UserRefused` if a text cannot be the name of a user."""
     if NAME.fullmatch(user) is None:
-        raise UserRefused(f"user = {user!r} is no name of a user; use letters, digits, _ - and .")
+        raise UserRefused(f"user = {user!r} is not a valid name of a user; use letters, digits, _ - and .")
 
 
 def check_prepared(user: str, printed: str, error: str) -> None:

@@ -58,10 +58,13 @@ class RunCodeSandboxes:
         try:
             result = await self._run(Program(code="print(6 * 7)", timeout=START_SECONDS), {})
             if result.stdout != b"42\n":
-                raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
+                raise SandboxFailed(
+                    f"the first program on the server should print 42, but printed {result.stdout!r} and the "
+                    f"error output {result.stderr!r}"
+                )
         except SandboxFailed as error:
             await self.close()
-            raise ConfigError(f"sandbox.url = {self._config.url!r} runs no programs: {error}") from None
+            raise ConfigError(f"sandbox.url = {self._config.url!r}: this server cannot run programs: {error}") from None
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> RemoteSandbox:
         """Create a sandbox in this process, without a request to the server; see `Sandboxes.create`."""
@@ -70,7 +73,8 @@ class RunCodeSandboxes:
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
         """Raise `SandboxFailed`, because the protocol has no sessions."""
         raise SandboxFailed(
-            'a server of /run_code keeps no sessions; use sandbox.kind = "rock" or sandboxes of this machine'
+            'a server with the endpoint /run_code keeps no sessions; use sandbox.kind = "rock", or a kind that '
+            'runs on this machine, such as "bubblewrap"'
         )
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
@@ -121,7 +125,7 @@ class RunCodeSandboxes:
             if status < 500:
                 return _read_json(status, content)
             reason = f"status {status}: {shorten(content.decode(errors='replace'))}"
-        raise SandboxFailed(f"{self._config.tries} tries failed, the last with {reason}")
+        raise SandboxFailed(f"all {self._config.tries} tries failed (sandbox.tries), the last one with {reason}")
 
     async def _send(self, body: Mapping[str, Any], limit: float) -> tuple[int, bytes]:
         """Send a request; return status and content of the answer, which must end within `limit` seconds."""
@@ -155,7 +159,9 @@ class RemoteSandbox:
 
     async def download(self, path: str) -> bytes:
         """Raise `SandboxFailed`, because the server keeps no files that a program wrote."""
-        raise SandboxFailed(f"{path!r} cannot be downloaded: the server keeps no files of a program")
+        raise SandboxFailed(
+            f"{path!r} cannot be downloaded, because this server deletes the files of a program at its end"
+        )
 
     async def close(self) -> None:
         """Delete the files from memory."""
@@ -164,7 +170,7 @@ class RemoteSandbox:
 
     def _check(self) -> None:
         if self._is_closed:
-            raise SandboxFailed("the sandbox is closed")
+            raise SandboxFailed("the sandbox is closed, so it runs no more programs")
 
 
 def read_token_header(name: str) -> dict[str, str]:
@@ -187,11 +193,16 @@ def build_body(program: Program, files: Mapping[str, bytes], memory_bytes: int) 
         SandboxFailed: the protocol cannot express the program.
     """
     if program.channel is not None or program.keep_children:
-        raise SandboxFailed("a server of /run_code gives a program no channel, and keeps none of its processes")
+        raise SandboxFailed(
+            "a server with the endpoint /run_code gives a program no channel, and ends all of its processes; use "
+            "another kind of sandbox"
+        )
     try:
         stdin = program.stdin.decode()
     except UnicodeDecodeError:
-        raise SandboxFailed("stdin is not UTF-8, and the protocol of /run_code carries only text") from None
+        raise SandboxFailed(
+            "the input of the program (stdin) is not UTF-8, but the protocol of /run_code carries only text"
+        ) from None
     return {
         "code": _shell_code(program) if program.command else wrap_python(program),
         "language": "bash" if program.command else "python",
@@ -212,14 +223,19 @@ def read_answer(answer: Mapping[str, Any]) -> ExecResult:
     """
     run = answer.get("run_result")
     if answer.get("status") not in ("Success", "Failed") or not isinstance(run, Mapping):
-        raise SandboxFailed(f"the server answered {answer.get('status')!r}: {shorten(str(answer.get('message', '')))}")
+        raise SandboxFailed(
+            f"the server answered with the status {answer.get('status')!r} instead of a result: "
+            f"{shorten(str(answer.get('message', '')))}"
+        )
     stdout, stderr = (str(run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
     seconds = run.get("execution_time")
     seconds = float(seconds) if isinstance(seconds, float) else 0.0
     if run.get("status") == "TimeLimitExceeded":
         return ExecResult(ProgramEnd.TIMEOUT, -9, stdout, stderr, seconds)
     if run.get("status") != "Finished" or type(run.get("return_code")) is not int:
-        raise SandboxFailed(f"the server answered a run with {run.get('status')!r}: {shorten(str(run.get('stderr')))}")
+        raise SandboxFailed(
+            f"the server could not run the program (status {run.get('status')!r}): {shorten(str(run.get('stderr')))}"
+        )
     return ExecResult(ProgramEnd.EXITED, run["return_code"], stdout, stderr, seconds)
 
 

@@ -92,7 +92,9 @@ class BoxWorkspace:
 
     async def _exec(self, program: Program) -> ExecResult:
         if not program.command or program.channel is not None:
-            raise SandboxFailed("a workspace runs commands without a channel; run code in a session")
+            raise SandboxFailed(
+                "a workspace runs commands without a channel, but this program needs one; run code in a session instead"
+            )
         refuse_user(program.user)
         request = {
             "do": "exec",
@@ -171,7 +173,7 @@ class BoxWorkspace:
         except TimeoutError:
             # A command may have stopped the process in the sandbox or exhausted the memory, so the sandbox is closed.
             await self.close()
-            raise GuestEnded(ProgramEnd.TIMEOUT, "the sandbox did not answer, and was ended") from None
+            raise GuestEnded(ProgramEnd.TIMEOUT, "the sandbox did not answer in time, so it was ended") from None
         if "errno" in found:
             raise OSError(found["errno"], found["error"], request.get("path"))
         return found, data
@@ -183,11 +185,15 @@ class BoxWorkspace:
                 return (await self.ask(request | {"only_below": not self._is_isolated}, data, FILE_SECONDS))[1]
             except GuestEnded as ended:
                 error = ended
-        raise OSError(5, f"the sandbox's processes were killed: {error}", request["path"])
+        raise OSError(
+            5,
+            f"the file could not be read or written, because the sandbox's processes were killed: {error}",
+            request["path"],
+        )
 
     def _check(self) -> None:
         if self._is_closed:
-            raise SandboxFailed("the sandbox is closed")
+            raise SandboxFailed("the sandbox is closed, so it runs no more commands")
 
 
 class BoxSession:

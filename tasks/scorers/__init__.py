@@ -215,7 +215,10 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
         case CompositeReward():
             return _build_composite(config, section)
         case JudgeReward():
-            raise ConfigError("kind = 'judge': a judge is no function that scores a text in one process")
+            raise ConfigError(
+                "kind = 'judge': a judge is called over the network, so it cannot be built as a function that "
+                "scores a text in this process"
+            )
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 
@@ -227,7 +230,8 @@ def _build_composite(config: CompositeReward, section: str) -> Verifier:
 
     if config.is_mixed:
         raise ConfigError(
-            f"{section}.kind = 'composite': a part is a judge or a reward model, which scores no text alone"
+            f"{section}.kind = 'composite': one of its parts is a judge or a reward model, so it cannot be built "
+            "as a function that scores a text in this process"
         )
     parts = {name: build_verifier(part.scorer, name_part(section, name)) for name, part in config.parts.items()}
     return CompositeVerifier(config, parts).build()

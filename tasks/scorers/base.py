@@ -172,7 +172,7 @@ def validate_score(who: str, score: Any) -> Score:
     try:
         if not isinstance(score, Score):
             if not isinstance(score, Real):
-                raise TypeError(f"the score is a {type(score).__name__}, not a Score or a number")
+                raise TypeError(f"the scorer must return a Score or a number, not a {type(score).__name__}")
             score = Score(score)  # type: ignore[arg-type]
         reason, outcome = make_storable(str(score.reason), LONGEST_REASON), Outcome(score.outcome)
         if outcome is Outcome.UNJUDGED:
@@ -193,7 +193,7 @@ def validate_score(who: str, score: Any) -> Score:
 def check_number(what: str, value: Any) -> float:
     """Convert a number of user code to a float; raise `TypeError` or `ValueError` unless it is a finite float32."""
     if not isinstance(value, Real):
-        raise TypeError(f"{what} is a {type(value).__name__}, not a number")
+        raise TypeError(f"{what} must be a number, not a {type(value).__name__}")
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST:
         raise ValueError(f"{what} is {value}, which is not a finite float32 number")
@@ -202,7 +202,7 @@ def check_number(what: str, value: Any) -> float:
 
 def _check_named(what: str, values: Mapping[str, Any]) -> dict[str, float]:
     if len(values) > MOST_PARTS:
-        raise ValueError(f"the score has {len(values)} {what}s, but a score has at most {MOST_PARTS}")
+        raise ValueError(f"the score has {len(values)} {what}s, more than the {MOST_PARTS} that are allowed")
     return {
         make_storable(str(name), LONGEST_NAME): check_number(f"the score's {what} {name!r}", value)
         for name, value in values.items()

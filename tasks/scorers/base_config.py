@@ -31,7 +31,7 @@ class Format(Section):
         try:
             re.compile(pattern, re.DOTALL)
         except re.error as error:
-            refuse("pattern", pattern, f"it is no regular expression ({error}); mend it")
+            refuse("pattern", pattern, f"the pattern is not a valid regular expression ({error}); correct it")
         return pattern
 
 
@@ -62,7 +62,12 @@ class LengthPenalty(Section):
     @model_validator(mode="after")
     def _rises(self) -> Self:
         if self.full <= self.start:
-            refuse("full", self.full, f"the penalty rises from start = {self.start} to full; choose a larger number")
+            refuse(
+                "full",
+                self.full,
+                f"the penalty rises from start = {self.start} up to full, so full must be larger; choose a larger "
+                "number",
+            )
         return self
 
     def amount(self, length: int) -> float:

@@ -216,7 +216,10 @@ def _add_values(config: CompositeReward, scores: Mapping[str, Score]) -> dict[st
     weighted = [(config.parts[name].weight, score) for name, score in scores.items()]
     rows = [[(weight, value) for value in score.token_values] for weight, score in weighted if score.token_values]
     if len({len(row) for row in rows}) > 1:
-        raise ValueError(f"the parts have token values for {', '.join(str(len(row)) for row in rows)} tokens")
+        raise ValueError(
+            f"the parts give values for different numbers of tokens ({', '.join(str(len(row)) for row in rows)}); "
+            "each part must give one value per token"
+        )
     return {
         "token_values": [_add_weighted(values) for values in zip(*rows, strict=True)],
         "step_values": [(end, weight * value) for weight, score in weighted for end, value in score.step_values],

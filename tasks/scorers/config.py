@@ -133,9 +133,9 @@ class RegexReward(RewardBase):
         try:
             groups = re.compile(self.pattern, re.DOTALL).groupindex
         except (re.error, RecursionError, OverflowError) as error:
-            refuse("pattern", self.pattern, f"it is no regular expression ({error}); mend it")
+            refuse("pattern", self.pattern, f"the pattern is not a valid regular expression ({error}); correct it")
         if self.group is not None and self.group not in groups:
-            refuse("group", self.group, f"pattern has no group (?P<{self.group}>...); name one of its groups")
+            refuse("group", self.group, f"the pattern has no group (?P<{self.group}>...); name one of its groups")
         return self
 
 
@@ -290,7 +290,11 @@ class CompositeReward(RewardBase):
     def _judges_again(self) -> Self:
         """Reject `judge_tries = 0` if a part is a judge or a reward model, which may be unavailable."""
         if self.is_mixed and not self.judge_tries:
-            refuse("judge_tries", 0, "a part is a judge or a reward model, which may be away; choose 1 or more")
+            refuse(
+                "judge_tries",
+                0,
+                "a part is a judge or a reward model, which can be unavailable for a while; choose 1 or more",
+            )
         return self
 
     @model_validator(mode="after")
@@ -298,7 +302,9 @@ class CompositeReward(RewardBase):
         for name in self.parts:
             if not re.fullmatch(r"[A-Za-z_][\w-]{0,39}", name) or name in RESERVED:
                 refuse(
-                    "parts", name, f"a part's name has letters, digits, _ and -, and is none of {RESERVED}; rename it"
+                    "parts",
+                    name,
+                    f"a part's name must consist of letters, digits, _ and -, and be none of {RESERVED}; rename it",
                 )
         for name in self.requires:
             if name not in self.parts:
@@ -321,7 +327,12 @@ class CompositeReward(RewardBase):
         """Reject a second part with adaptive deadlines, because a data row has only one record of program times."""
         adaptive = [name for name, part in self.parts.items() if getattr(part.scorer, "adaptive", None)]
         if len(adaptive) > 1:
-            refuse("parts", ", ".join(adaptive), "several parts have adaptive deadlines; remove all but one [adaptive]")
+            refuse(
+                "parts",
+                ", ".join(adaptive),
+                "only one part of a composite reward may have adaptive deadlines; remove all [adaptive] sections "
+                "but one",
+            )
         return self
 
 

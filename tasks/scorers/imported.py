@@ -34,14 +34,17 @@ def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier
     """
     if (size := len(config.model_dump_json().encode())) > LONGEST:
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
-        raise ConfigError(f"{section}.options = {str(config.options)[:40]}...: {size} bytes; {cure}")
+        raise ConfigError(f"{section}.options = {str(config.options)[:40]}...: the options have {size} bytes; {cure}")
     function = imported_function(section, config, Score, _is_scorer)
     more = {"tokens": ()} if (takes_tokens := _takes_tokens(function, config)) else {}
     build_part(section, config, lambda: inspect.signature(function).bind("", {}, **more, **config.options))
     several = _read_element(read_return_type(function)) is not None
     own, end = functools.partial(function, **config.options), getattr(function, "close", None)
     if end is not None and not callable(end):
-        raise ConfigError(f"{section}.path = {config.path!r}: its attribute close is no function; make it a function")
+        raise ConfigError(
+            f"{section}.path = {config.path!r}: close must be a function, but this object has another attribute "
+            "of this name; make it a function"
+        )
     return Verifier(own, several, inspect.iscoroutinefunction(function), takes_tokens, end)
 
 

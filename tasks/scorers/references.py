@@ -57,7 +57,7 @@ def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> 
     except Unjudged as error:
         return f"{error}, or remove the row"
     except (ValueError, KeyError) as error:
-        return f'{error}, which reward.kind = "{config.kind}" needs; correct the row'
+        return f'{error}; correct the row, because reward.kind = "{config.kind}" reads it'
     return None
 
 

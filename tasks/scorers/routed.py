@@ -70,7 +70,9 @@ class RoutedScorer(SeveralScorers):
         """
         if unknown := {request.scorer for request in requests} - self.scorers.keys():
             section = name_section(unknown.pop())
-            raise ConfigError(f"{section}: a prompt names this scorer, and the run has no such scorer; add the section")
+            raise ConfigError(
+                f"{section}: a prompt names this scorer, but the config of the run has no such section; add it"
+            )
         places: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             places.setdefault(request.scorer, []).append(place)

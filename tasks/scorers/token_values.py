@@ -49,7 +49,9 @@ def shift_steps(score: Score, start: int, length: int) -> Score:
     """
     for end, _ in score.step_values:
         if not 0 < end <= length:
-            raise ValueError(f"a step ends after {end} characters of a text of {length} characters")
+            raise ValueError(
+                f"a step must end after 1 to {length} characters, the length of the text, but one ends after {end}"
+            )
     return replace(score, step_values=tuple((end + start, value) for end, value in score.step_values))
 
 
@@ -82,7 +84,9 @@ def check_length(score: Score, tokens: int) -> None:
     The score of an environment must not have values of steps, because an environment sees tokens.
     """
     if score.step_values:
-        raise ValueError("an environment returned a score with step_values; return token_values")
+        raise ValueError(
+            "an environment returned a score with step_values, which only scorers may use; return token_values"
+        )
     if score.has_token_values:
         _read_values(score.token_values, tokens)
 
@@ -136,7 +140,9 @@ def _read_values(values: Sequence[float | None], tokens: int) -> np.ndarray:
     if not len(values):
         return np.full(tokens, math.nan)
     if len(values) != tokens:
-        raise ValueError(f"the score has {len(values)} token values for a response of {tokens} tokens")
+        raise ValueError(
+            f"the score has {len(values)} token values, but the response has {tokens} tokens; give one value per token"
+        )
     return Float32s.of(values).array.astype(np.float64)  # type: ignore[arg-type]  # checked values are numbers
 
 

@@ -70,7 +70,9 @@ class Verifier:
         found = self.function(list(responses), list(references), **more)
         found = list(await found if self.is_async else found)
         if len(found) != len(responses):
-            raise ValueError(f"the verifier returned {len(found)} scores for {len(responses)} responses")
+            raise ValueError(
+                f"the verifier returned {len(found)} scores for {len(responses)} responses; return one for each"
+            )
         return found
 
     def _pass_tokens(self, tokens: Sequence[Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class WorkerPool(Scorer):
         self._lanes: list[asyncio.Task[None]] = []
         self._unready, self._tries = 0, START_TRIES * config.workers  # consecutive failed starts, and their limit
         self._hopeless = asyncio.Event()
-        self._error = ConfigError("no worker was tried")
+        self._error = ConfigError("no worker process of the scorer has been started yet")
         self._version = ""  # the scorer's version in the newest worker process
         self.usage = ScorerUsage()
 

@@ -70,10 +70,10 @@ class WorkerProcess:
         except TimeoutError:
             await self.end()
             raise NotReady(
-                f"the worker did not start within reward.start_seconds = {seconds:g}; set more seconds"
+                f"the scorer's worker process did not start within reward.start_seconds = {seconds:g}; set more seconds"
             ) from None
         except WorkerDied:
-            raise NotReady(f"the worker ended with exit code {self._process.returncode}") from None
+            raise NotReady(f"the scorer's worker process ended with exit code {self._process.returncode}") from None
         word, _, version = line.decode(errors="replace").strip().partition(" ")
         if word != READY:  # the line says why the worker process is not ready
             await self.end()
@@ -110,7 +110,7 @@ class WorkerProcess:
             return build(json.loads(line))
         except (ValueError, TypeError, KeyError, IndexError):
             await self.end()
-            raise WorkerDied("the worker wrote no valid score") from None
+            raise WorkerDied("the scorer's worker process wrote no valid score") from None
 
     async def discard_scores(self, count: int, deadline: float) -> None:
         """Discard the scores of `count` requests that another process scores now; end this process if a score takes
@@ -129,10 +129,10 @@ class WorkerProcess:
                 line = await self._process.stdout.readline()
         except ValueError:  # raised if the line is longer than any valid score
             await self.end()
-            raise WorkerDied("the worker wrote no valid score") from None
+            raise WorkerDied("the scorer's worker process wrote no valid score") from None
         if not line:
             await self._wait()
-            raise WorkerDied("the worker ended without an answer")
+            raise WorkerDied("the scorer's worker process ended without an answer")
         return line
 
     def kill(self) -> None:

@@ -105,8 +105,9 @@ def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
     oldest = min(group.started_version for group in staged.groups)
     if oldest < staged.number - async_ratio:
         raise Stale(
-            f"a group was started under version {oldest}; batch {staged.number} allows version "
-            f"{staged.number - async_ratio:g} or newer at async_ratio {async_ratio:g}"
+            f"a group was started under version {oldest}, but with async_ratio = {async_ratio:g} batch "
+            f"{staged.number} takes only groups that were started under version {staged.number - async_ratio:g} "
+            "or newer"
         )
 
 

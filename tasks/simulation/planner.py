@@ -186,13 +186,13 @@ class _Search:
             )
         if learner.measured:
             raise ConfigError(
-                f"learner.measured = [{learner.measured[0]:g}, ...]: measured train steps hold only for "
-                "the number of GPUs that the learner had; give learner.seconds_per_trajectory instead"
+                f"learner.measured = [{learner.measured[0]:g}, ...]: step times that were measured on one number "
+                "of GPUs say nothing about other numbers; give learner.seconds_per_trajectory instead"
             )
         if faults.deaths:
             raise ConfigError(
-                f"faults.deaths: engine {faults.deaths[0].engine} does not exist in every split of the GPUs; "
-                "give faults.deaths_per_hour instead"
+                f"faults.deaths names engine {faults.deaths[0].engine}, but not every compared split of the GPUs "
+                "has this engine; give faults.deaths_per_hour instead"
             )
 
     # --- the stages ---------------------------------------------------------------------------------------

@@ -303,8 +303,7 @@ def _check(config: RunConfig, hardware: Hardware) -> None:
     for death in hardware.faults.deaths:
         if death.engine > last:
             raise ConfigError(
-                f"faults.deaths.engine = {death.engine}: the simulation has engines 0 to {last}; name one of "
-                "these engines"
+                f"faults.deaths.engine = {death.engine}: the simulation has no such engine; name one from 0 to {last}"
             )
     if hardware.learner.colocated and config.async_ratio > 0:
         raise ConfigError(

@@ -86,7 +86,7 @@ SCORERS = {
         "def part(response, reference) -> Score:\n"
         "    return replace(right(response, reference), step_values=[(len(response) + 1, 0.5)])",
         "test_values_of_tokens_and_steps_fit_the_response",
-        "each of `step_values` must end within the response's text, but for '17': .*: a step ends after 3 characters",
+        "each of `step_values` must end within the response's text, but for '17': .*: a step must end after 1",
     ),
     "rewards every answer": Fault(
         "def part(response, reference) -> Score: return Score(1.0)",
@@ -162,7 +162,7 @@ ENVIRONMENTS = {
         "class Part(Base):\n    async def play(self, episode):\n        episode.reward(1.0)\n"
         "        return await super().play(episode)",
         "test_episode_generates_and_ends_with_a_finite_reward",
-        "an environment must give a finite reward after a generation: the episode has no turn yet",
+        "an environment must give a finite reward after a generation: the episode has no turn that could",
     ),
     "gives an infinite reward": Fault(
         'class Part(Base):\n    async def end(self, episode, made): episode.reward(float("inf"))',
@@ -172,7 +172,7 @@ ENVIRONMENTS = {
     "names a state by a number": Fault(
         "class Part(Base):\n    async def play(self, episode): episode.enter_state(1)",
         "test_episode_generates_and_ends_with_a_finite_reward",
-        "an environment must name a state by a string: the key of a state is a int, not a string",
+        "an environment must name a state by a string: the key of a state must be a string, not a int",
     ),
     "does not restore its state": Fault(
         "class Part(Environment):\n    async def play(self, episode):\n        said = 0\n"

@@ -355,11 +355,11 @@ def test_tool_with_a_wrong_signature_is_refused(part: ImportTool, words: str) ->
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"stop": ("",)}, "a stop string is empty"),
+        ({"stop": ("",)}, "a stop string must not be empty"),
         ({"stop": (13,)}, "the stop string 13 is not a string"),
         ({"stop": ("\ud800",)}, "surrogates not allowed"),
         ({"max_tokens": 1.5}, "'float' object cannot be interpreted as an integer"),
-        ({"max_tokens": 0}, "max_tokens is 0, but a generation has at least"),
+        ({"max_tokens": 0}, "max_tokens = 0, but a generation has at least"),
     ],
 )
 def test_invalid_generation_request_fails_only_its_episode(wrong: dict[str, Any], reason: str) -> None:
@@ -374,7 +374,9 @@ def test_run_without_a_tokenizer_is_refused_with_a_reason() -> None:
     pipeline = Pipeline(MemoryStore("text"), versions=1, environment=own("text port"))
     with pytest.raises(BaseExceptionGroup) as ended:
         run_virtual(pipeline.run())
-    assert ended.group_contains(ConfigError, match="the environment needs a tokenizer, and this run has none")
+    assert ended.group_contains(
+        ConfigError, match="this environment needs a tokenizer, but a run without a policy has none"
+    )
 
 
 ODD: dict[str, Any] = {"below": [-1], "part": [1.5], "word": ["a"], "above": [5, 300], "flat": Int32s.of([-7])}
@@ -428,14 +430,26 @@ def own(wrong: str) -> Environment:
         ("full", "environment failed: ValueError: 65 tokens do not fit into the response"),
         ("nan", "environment failed: ValueError: the score's value is nan, which is not a finite float32 number"),
         ("nothing", "the episode ended without a reward"),
-        ("below", "environment failed: ValueError: -1 is not a token of the policy, whose 300 tokens are 0 to 299"),
-        ("above", "environment failed: ValueError: 300 is not a token of the policy, whose 300 tokens are 0 to 299"),
-        ("flat", "environment failed: ValueError: -7 is not a token of the policy, whose 300 tokens are 0 to 299"),
-        ("judged", "environment failed: ValueError: 300 is not a token of the policy, whose 300 tokens are 0 to 299"),
+        (
+            "below",
+            "environment failed: ValueError: -1 is not a token of the policy, whose 300 tokens are numbered 0 to 299",
+        ),
+        (
+            "above",
+            "environment failed: ValueError: 300 is not a token of the policy, whose 300 tokens are numbered 0 to 299",
+        ),
+        (
+            "flat",
+            "environment failed: ValueError: -7 is not a token of the policy, whose 300 tokens are numbered 0 to 299",
+        ),
+        (
+            "judged",
+            "environment failed: ValueError: 300 is not a token of the policy, whose 300 tokens are numbered 0 to 299",
+        ),
         ("part", "environment failed: TypeError: 'float' object cannot be interpreted as an integer"),
         ("word", "environment failed: TypeError: 'str' object cannot be interpreted as an integer"),
         ("exit", "environment failed: SystemExit: 0"),
-        ("text", "environment failed: TypeError: the score is a str, not a Score or a number"),
+        ("text", "environment failed: TypeError: the scorer must return a Score or a number, not a str"),
         ("half", r"\ud83d"),
         ("unsaid", "None"),
     ],
@@ -452,7 +466,7 @@ def test_exception_in_an_episode_is_recorded_as_its_failure(wrong: str, reason: 
 
 @pytest.mark.parametrize(
     ("wrong", "kind", "words"),
-    [("silent", ConfigError, "without a generation"), ("engine", EngineFailed, "none is left")],
+    [("silent", ConfigError, "in which the policy generated nothing"), ("engine", EngineFailed, "none is left")],
 )
 def test_run_fails_if_every_episode_fails(wrong: str, kind: type[RollflowError], words: str) -> None:
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))

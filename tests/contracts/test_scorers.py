@@ -354,12 +354,12 @@ def failure(reason: str) -> Score:
             failure("ValueError: the score's value is -1e+39, which is not a finite float32 number"),
         ),
         (Score(3e38, "as much as one"), Score(3e38, "as much as one")),
-        (Score("1", "text"), failure("TypeError: the score's value is a str, not a number")),  # type: ignore[arg-type]
+        (Score("1", "text"), failure("TypeError: the score's value must be a number, not a str")),  # type: ignore[arg-type]
         (1, Score(1.0)),
         (True, Score(1.0)),
         (np.float32(0.5), Score(0.5)),
-        ("good", failure("TypeError: the score is a str, not a Score or a number")),
-        (None, failure("TypeError: the score is a NoneType, not a Score or a number")),
+        ("good", failure("TypeError: the scorer must return a Score or a number, not a str")),
+        (None, failure("TypeError: the scorer must return a Score or a number, not a NoneType")),
         (Score(1.0, "", "partial"), Score(1.0, "", Outcome.PARTIAL)),  # type: ignore[arg-type]
         (Score(1.0, "", "good"), failure("ValueError: 'good' is not a valid Outcome")),  # type: ignore[arg-type]
         (Score(0.5, parts={"a": 1, "b\ud83d": 2.0}), Score(0.5, parts={"a": 1.0, r"b\ud83d": 2.0})),
@@ -367,10 +367,10 @@ def failure(reason: str) -> Score:
             Score(0.5, parts={"a": math.nan}),
             failure("ValueError: the score's part 'a' is nan, which is not a finite float32 number"),
         ),
-        (Score(0.5, parts={"a": None}), failure("TypeError: the score's part 'a' is a NoneType, not a number")),  # type: ignore[dict-item]
+        (Score(0.5, parts={"a": None}), failure("TypeError: the score's part 'a' must be a number, not a NoneType")),  # type: ignore[dict-item]
         (
             Score(0.5, parts={str(number): 1.0 for number in range(65)}),
-            failure("ValueError: the score has 65 parts, but a score has at most 64"),
+            failure("ValueError: the score has 65 parts, more than the 64 that are allowed"),
         ),
     ],
 )

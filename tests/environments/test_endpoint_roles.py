@@ -156,7 +156,7 @@ def test_missing_or_invalid_endpoint_key_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_call_of_an_unknown_endpoint_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no endpoint 'user'; the endpoints are none"):
+    with pytest.raises(ConfigError, match="the environment asks the endpoint 'user', which is not configured"):
         asyncio.run(EndpointRoles().ask("user", []))
 
 

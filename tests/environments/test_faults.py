@@ -40,14 +40,14 @@ OPENING = {"init", "reset"}
         ("quit", "act", Outcome.KILLED, "its process exited with code 4 during call"),
         ("abort", "act", Outcome.KILLED, "its process was killed by SIGABRT during call"),
         ("killed", "act", Outcome.UNJUDGED, "its process was killed by SIGKILL during call"),
-        ("garbage", "act", Outcome.KILLED, "its process wrote no valid answer to call"),
-        ("garbage", "reset", Outcome.UNJUDGED, "its process wrote no valid answer to reset"),
+        ("garbage", "act", Outcome.KILLED, "the environment's process wrote no valid answer to call"),
+        ("garbage", "reset", Outcome.UNJUDGED, "the environment's process wrote no valid answer to reset"),
         ("nan", "reward", Outcome.UNPARSABLE, "the score's value is nan"),
-        ("deep", "act", Outcome.KILLED, "its process wrote no valid answer to call"),
-        ("utf8", "act", Outcome.KILLED, "its process wrote no valid answer to call"),
-        ("huge", "reward", Outcome.KILLED, "its process wrote a reward that is no number, or a too large one"),
-        ("tools", "init", Outcome.UNJUDGED, "its process described its tools by no list of schemas"),
-        ("names", "init", Outcome.UNJUDGED, "its process described its tools by no list of schemas"),
+        ("deep", "act", Outcome.KILLED, "the environment's process wrote no valid answer to call"),
+        ("utf8", "act", Outcome.KILLED, "the environment's process wrote no valid answer to call"),
+        ("huge", "reward", Outcome.KILLED, "the environment's process wrote a reward that is not a number"),
+        ("tools", "init", Outcome.UNJUDGED, "the environment's process described its tools not as a list of schemas"),
+        ("names", "init", Outcome.UNJUDGED, "the environment's process described its tools not as a list of schemas"),
     ],
 )
 def test_broken_environment_ends_its_episode_with_a_reason(
@@ -108,15 +108,27 @@ def test_environment_that_hangs_at_close_keeps_its_score() -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"name": "Missing"}, "the import failed with AttributeError"),
-        ({"name": "Counter", "module": "no_such_module"}, "the import failed with ModuleNotFoundError"),
-        ({"name": "X", "module": "slow_worlds", "start_seconds": 1.0}, "the import took more than start_seconds = 1"),
+        ({"name": "Missing"}, "the import of the environment failed with AttributeError"),
+        (
+            {"name": "Counter", "module": "no_such_module"},
+            "the import of the environment failed with ModuleNotFoundError",
+        ),
+        (
+            {"name": "X", "module": "slow_worlds", "start_seconds": 1.0},
+            "the import of the environment took more than start_seconds = 1",
+        ),
         ({"name": "Counter", "options": {"no": 1}}, "open failed with TypeError"),
         ({"name": "Untyped"}, "the argument where of the tool look has no type; annotate the argument"),
         ({"name": "Undescribed"}, "the tool look has no docstring"),
-        ({"name": "Choosy"}, 'the choices up, down are no JSON; write them like ["a", "b"]'),
-        ({"name": "Counter", "interpreter": "/bin/false"}, "the import failed with the first worker process ended"),
-        ({"name": "Counter", "interpreter": "/no/python"}, "Python did not start"),
+        ({"name": "Choosy"}, 'the choices up, down are not JSON; write them like ["a", "b"]'),
+        (
+            {"name": "Counter", "interpreter": "/bin/false"},
+            "the import of the environment failed with the first worker process ended",
+        ),
+        (
+            {"name": "Counter", "interpreter": "/no/python"},
+            "the worker process of the environment could not be started",
+        ),
     ],
 )
 def test_episode_is_unjudged_if_its_environment_cannot_start(keys: dict[str, Any], reason: str) -> None:

@@ -64,7 +64,10 @@ def test_environment_runs_in_other_interpreters(config: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"name": "Missing"}, r"path = 'odd_worlds:Missing': the import failed with AttributeError.*; correct the env"),
+        (
+            {"name": "Missing"},
+            r"path = 'odd_worlds:Missing': the import of the environment failed with AttributeError.*; correct the env",
+        ),
         ({"name": "X", "module": "nowhere"}, r"ModuleNotFoundError: No module named 'nowhere'; install the module for"),
         ({"name": "X", "module": "slow_worlds", "start_seconds": 1.0}, r"more than start_seconds = 1; allow more sec"),
         ({"name": "Untyped"}, r"the argument where of the tool look has no type; annotate the argument"),
@@ -101,9 +104,9 @@ def test_environment_check_names_the_missing_library(tmp_path: Path) -> None:
     [
         (TrlEnvironment, {"path": "a:B", "interpreter": "python3"}, "write an absolute path"),
         (TrlEnvironment, {"path": "a:B", "folder": "here"}, "write an absolute path"),
-        (GymnasiumEnvironment, {}, "set either id or path"),
-        (GymnasiumEnvironment, {"id": "a", "path": "a:B"}, "set either id or path"),
-        (GymnasiumEnvironment, {"id": "a", "act": "a:b", "actions": {"go": 1}}, "remove one of them"),
+        (GymnasiumEnvironment, {}, "exactly one of id and path"),
+        (GymnasiumEnvironment, {"id": "a", "path": "a:B"}, "exactly one of id and path"),
+        (GymnasiumEnvironment, {"id": "a", "act": "a:b", "actions": {"go": 1}}, "remove one of the two keys"),
     ],
 )
 def test_error_about_a_wrong_key_says_how_to_fix_it(section: Any, keys: dict[str, Any], words: str) -> None:

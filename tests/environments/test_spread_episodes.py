@@ -277,7 +277,7 @@ async def test_episode_continues_only_with_the_same_observation(observe: str | N
             assert (score.outcome, score.value) == (Outcome.CORRECT, 6.0)
         else:  # the new process has another id, and so another observation
             assert score.outcome is Outcome.UNJUDGED
-            assert "reset on another node gave another observation" in score.reason
+            assert "reset was repeated on another node, and gave another observation there" in score.reason
 
 
 async def test_episode_whose_process_was_closed_is_unjudged() -> None:
@@ -291,7 +291,7 @@ async def test_episode_whose_process_was_closed_is_unjudged() -> None:
         score = await near.environment.play(stop_before(config, close, "1"))
         assert isinstance(score, Score)
         assert score.outcome is Outcome.UNJUDGED
-        assert "its process had ended before step" in score.reason
+        assert "the environment's process had ended before step" in score.reason
 
 
 async def test_episode_waits_a_bounded_time_for_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,9 +375,12 @@ def test_environment_actor_starts_on_the_least_loaded_node() -> None:
 def test_error_of_a_failed_start_names_its_cause() -> None:
     said = "ray::EnvironmentActor.__init__() (pid=1)\n  File x\nRuntimeError: no such library"
     cause = RayTaskError("__init__", said, RuntimeError("no such library"), actor_id="1")
-    with pytest.raises(PlaceLost, match="its start failed with RuntimeError: no such library"), report_lost_actors():
+    with (
+        pytest.raises(PlaceLost, match="the start of the actor failed with RuntimeError: no such"),
+        report_lost_actors(),
+    ):
         raise ActorDiedError(cause)
-    with pytest.raises(PlaceLost, match="a call failed with RuntimeError"), report_lost_actors():
+    with pytest.raises(PlaceLost, match="a call of the actor failed with RuntimeError"), report_lost_actors():
         raise cause
 
 

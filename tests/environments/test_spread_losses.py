@@ -125,7 +125,7 @@ def test_episode_does_not_wait_for_hosts_that_fail_in_turn() -> None:
     class SlowLink(NearLink):
         async def start(self) -> None:
             await asyncio.sleep(600.0)
-            raise PlaceLost("it did not start")
+            raise PlaceLost("the actor did not start")
 
     async def main() -> None:
         fleet = HostFleet(SlowLink, QueueFollower(1, 2, 10.0, 60.0), 2, 5.0)

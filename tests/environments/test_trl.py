@@ -38,12 +38,12 @@ def test_several_calls_of_a_response_run_in_order() -> None:
         (call("add"), "error: TypeError"),
         (call("f" * 300), f"error: there is no tool '{'f' * 100}'; the tools are add, double"),
         ("<tool_call>{</tool_call>", "error: unparsable action: Expecting property name"),
-        ("<tool_call>[]</tool_call>", "error: unparsable action: a tool call is no object with a name"),
+        ("<tool_call>[]</tool_call>", "error: unparsable action: a tool call must be a JSON object with a name"),
         (
             '<tool_call>{"name": "add", "arguments": 1}</tool_call>',
-            "error: unparsable action: the arguments of add are",
+            "error: unparsable action: the arguments of the tool call add",
         ),
-        (call("add", number=3)[:-1], "error: unparsable action: a tool call has no </tool_call>"),
+        (call("add", number=3)[:-1], "error: unparsable action: a tool call does not end with </tool_call>"),
         (call("add", number=1) + "<tool_call>{</tool_call>", "error: unparsable action"),
     ],
 )

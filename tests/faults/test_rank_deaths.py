@@ -113,7 +113,7 @@ TROUBLE: dict[str, tuple[Callable[[MultiRankLearner], None], float, str]] = {
     "failing": (
         lambda made: made._others._started[2].pipes.orders.send(LoadState({}, {}, None)),
         60.0,
-        "rank 2 of 3 failed (Corrupt: the tensors of the weights do not fit the model: ",
+        "rank 2 of 3 failed (Corrupt: the tensors of the weights differ in name or shape ",
     ),
 }
 
@@ -238,7 +238,8 @@ def test_learner_ranks_wait_while_rank_0_loads_weights(folder: Path, monkeypatch
 def test_more_learner_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
-        ConfigError, match=r"^train.ranks = 2: each rank needs a GPU, and this machine has 1 GPUs; set train.ranks = 1$"
+        ConfigError,
+        match=r"^train.ranks = 2: each rank needs its own GPU, but this machine has only 1 GPUs; set train.ranks = 1$",
     ):
         ranked(folder, 2, 60.0)
 

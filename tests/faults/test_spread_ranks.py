@@ -117,7 +117,7 @@ TROUBLE: list[Any] = [
     pytest.param(
         nonsense,
         600.0,
-        r"failed \(Corrupt: the tensors of the weights do not fit the model: .*\)",
+        r"failed \(Corrupt: the tensors of the weights differ in name or shape .*\)",
         id="failing",
         marks=SOAK,
     ),

@@ -122,7 +122,7 @@ def test_actor_is_restarted_after_death_error_or_hang(tmp_path: Path) -> None:
     assert "its process is gone" in died
     assert raised == "somebody else published version 3"
     seen = dict.fromkeys(("scored", "timeouts", "kills", "rechecked", "false_kills"), 0)
-    assert hung == f"the actor made no progress for 5 s; last seen at: {seen}"
+    assert hung == f"the actor made no progress for 5 s; its last reported progress: {seen}"
     assert recovery.attempt == 3
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 

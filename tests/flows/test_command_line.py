@@ -126,7 +126,7 @@ def test_help_loads_no_large_library() -> None:
 @pytest.mark.parametrize("name", EARLIER)
 def test_error_for_an_old_command_name_gives_the_new_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     sentences = {refused(capsys, name, *rest) for rest in ([], ["one"], ["--help"])}
-    assert sentences == {f"`rollflow {name}` is now `rollflow {option_rules.EARLIER[name]}`"}
+    assert sentences == {f"`rollflow {name}` was renamed; write `rollflow {option_rules.EARLIER[name]}`"}
     verb, *options = option_rules.EARLIER[name].split()
     assert verb in [*VERBS, "--completion"]
     assert [option for option in options if option.startswith("--") and option not in help_of(capsys, verb)] == []
@@ -197,7 +197,8 @@ def test_run_id_that_is_a_number_is_refused(
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     sentence = refused(capsys, "run", RECIPE, "--run-id", run_id)
-    assert sentence == f"run id = '{run_id}': a number means a policy version of the newest run; add a letter to the id"
+    meaning = "which commands would read as a policy version of the newest run"
+    assert sentence == f"run id = '{run_id}' is a number, {meaning}; add a letter to the id"
     assert not (tmp_path / "store").exists()
 
 

@@ -167,7 +167,9 @@ def test_random_settings_file_is_accepted_or_refused(tree: dict[str, Any]) -> No
             assert said.startswith(prefix), said
             assert "TOML" not in said, said
             assert PLANTED not in said
-            if not any(word in said for word in ("variables", "write [", "a settings file has only", "has a password")):
+            if not any(
+                word in said for word in ("variables", "write [", "not a section of a settings file", "has a password")
+            ):
                 check_refusal(said.removeprefix(f"{prefix}: "))
             return
         assert PLANTED not in f"{read}"

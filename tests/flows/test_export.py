@@ -107,7 +107,9 @@ def test_damaged_weights_are_not_exported(
     before = trained.store.get(weights.path)
     trained.store.put(weights.path, before[:-1] + bytes([before[-1] ^ 1]))
     try:
-        assert "does not contain what its entry committed" in command(capsys, "small", 5, tmp_path / "new", code=1)
+        assert "does not have the content that its log entry names" in command(
+            capsys, "small", 5, tmp_path / "new", code=1
+        )
     finally:
         trained.store.put(weights.path, before)
     assert os.listdir(tmp_path) == []

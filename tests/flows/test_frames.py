@@ -406,9 +406,9 @@ def test_inspect_prints_frames_as_json(run: RunContext, capsys: pytest.CaptureFi
         (["small", "0.0"], "name it as PROMPT.ATTEMPT.SAMPLE"),
         (["small", "1"], "name it as PROMPT.ATTEMPT.SAMPLE"),
         (["small"], "name it as PROMPT.ATTEMPT.SAMPLE"),
-        (["small", "0.0.77"], "there is no sample 77"),
-        (["small", "90.0.0"], "prompt 90 had not yet been dispatched"),
-        (["small", "2.0.0"], "was never committed, so it has no frames"),
+        (["small", "0.0.77"], "has no sample 77"),
+        (["small", "90.0.0"], "prompt 90 was not yet issued"),
+        (["small", "2.0.0"], "is in no batch of the run, so its frames cannot be shown"),
     ],
 )
 def test_inspect_refuses_frames_of_anything_but_an_episode(

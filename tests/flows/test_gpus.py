@@ -51,17 +51,17 @@ def test_gpu_split_matches_a_hand_calculation(
         (
             (2, 1, 16),
             [8.0, 8.0],
-            "train.ranks = 16: without train.multi_node all ranks run on one node, and the largest node has 8 GPUs",
+            "train.ranks = 16: all ranks must fit on one node, because train.multi_node is false",
         ),
         (
             (1, 4, 1),
             [2.0, 2.0],
-            "engine.tensor_parallel = 4: an engine runs on one node, and the largest node has 2 GPUs",
+            "engine.tensor_parallel = 4: an engine must fit on one node, but the largest node has only 2 GPUs",
         ),
         (
             (4, 1, 4),
             [7.0],
-            "train.ranks = 4 and engine.tensor_parallel = 1: 4 engines and the learner need 8 GPUs, and",
+            "train.ranks = 4 and engine.tensor_parallel = 1: 4 engines and the learner need 8 GPUs, but",
         ),
     ],
 )

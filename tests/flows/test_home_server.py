@@ -184,7 +184,8 @@ def test_running_servers_of_a_run_home_are_found(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / "up.json").stat().st_mode) == 0o600
         assert stack.BorrowedStack(tmp_path).running
         with pytest.raises(
-            ConfigError, match=r"already running; `rollflow serve --end` ends them\nPrefect http://p/deployments"
+            ConfigError,
+            match=r"already running; end them first with `rollflow serve --end`\nPrefect http://p/deployments",
         ):
             stack.hold_stack(tmp_path).__enter__()
     assert stack.find(tmp_path) is None

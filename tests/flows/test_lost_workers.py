@@ -72,7 +72,7 @@ def test_error_names_the_ray_worker_that_died_before_its_actor(tmp_path: Path, m
         command = [sys.executable, "-c", ASK, head.address]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
     engine, learner, other = done.stdout.splitlines()
-    assert engine.startswith("cannot wait for the engine: a Ray worker (process ")
+    assert engine.startswith("cannot wait any longer for the engine: a Ray worker (process ")
     assert f"died before Ray registered it: its process ended; see {head.folder}" in engine
     assert "died before Ray registered it: ImportError: no Ray today" in learner
     assert other == "here"

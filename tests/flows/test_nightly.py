@@ -174,11 +174,11 @@ def test_no_version_is_promoted_if_the_model_registry_fails(
         patch.setattr(MlflowClient, "get_model_version_by_alias", fails)
         reports = run_night(two, FIRST, lambda *_: context_of(store, first.run_id))
     assert [report.ok for report in reports] == [False, False]
-    assert reports[0].result == f"failed: MLflow's model registry at {uri}: the database is locked"
+    assert reports[0].result == f"failed: MLflow's model registry at {uri} cannot be used: the database is locked"
     registry = MlflowClient(uri, uri)
     registry.set_registered_model_alias("math", "best", registry.create_model_version("math", "hers").version)
     [report] = run_night(plan, FIRST, lambda *_: context_of(store, first.run_id))
-    assert "alias = 'best': version 2 of MLflow's model 'math' has this alias, but no night made that" in report.result
+    assert "alias = 'best': version 2 of MLflow's model 'math' has this alias, but was not made by" in report.result
 
 
 def test_z_score_of_two_evaluations_matches_a_hand_calculation() -> None:

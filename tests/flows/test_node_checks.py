@@ -120,7 +120,7 @@ def test_node_report_has_store_and_package_versions(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], 'cluster.address = "auto": a private cluster is this machine'),
+        ([], 'cluster.address = "auto" means a private cluster on this machine'),
         (["--set", "cluster.address=ray://x"], "cluster.address = 'ray://x' is not an address of a Ray head"),
         (["--set", f"cluster.address=127.0.0.1:{free_port()}"], "does not answer (Connection refused)"),
     ],

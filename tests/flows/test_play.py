@@ -174,7 +174,7 @@ def test_endpoint_receives_the_conversation_of_all_turns(
 def test_invalid_endpoint_options_get_a_one_sentence_error(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play = ("play", str(recipe), "--endpoint")
     assert "add --model" in refused(capsys, *play, "http://127.0.0.1:1/v1")
-    assert "no address" in refused(capsys, *play, "nowhere", "--model", "m")
+    assert "not the address" in refused(capsys, *play, "nowhere", "--model", "m")
     assert "MISSING" in refused(capsys, *play, "http://127.0.0.1:1/v1", "--model", "m", "--token-env", "MISSING")
     assert "--model has an effect only with --endpoint" in refused(capsys, "play", str(recipe), "--model", "m")
     capsys.readouterr()
@@ -184,7 +184,7 @@ def test_invalid_endpoint_options_get_a_one_sentence_error(recipe: Path, capsys:
 
 def test_error_or_empty_answer_of_an_endpoint_is_reported(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with judge_server(lambda number, body: Reply("no such model", 404)) as server:
-        assert "status 404: no such model" in refused(
+        assert "status 404 (no such model)" in refused(
             capsys, "play", str(recipe), "--endpoint", server.url, "--model", "m"
         )
     with judge_server(lambda number, body: Reply("{}")) as server:

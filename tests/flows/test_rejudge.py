@@ -173,13 +173,13 @@ def test_rejudge_selects_batches_by_policy_version(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["0"], "version 0 was trained on no batch; run 'whole' has versions 1 to 3"),
-        (["9"], "version 9 was trained on no batch; run 'whole' has versions 1 to 3"),
+        (["0"], "VERSION = 0: run 'whole' has not trained this version; give a version from 1 to 3"),
+        (["9"], "VERSION = 9: run 'whole' has not trained this version; give a version from 1 to 3"),
         (["x"], "VERSION = 'x': give a whole number"),
         (["2", "--all"], "--all and VERSION exclude each other; leave one of them out"),
         (["2", "--last", "3"], "--last and VERSION exclude each other; leave one of them out"),
         (["--all", "--last", "3"], "--all and --last exclude each other; leave one of them out"),
-        (["--set", "seed=3"], "--set seed=3: only keys of [reward] and [rewards.NAME] decide scores; leave it out"),
+        (["--set", "seed=3"], "--set seed=3: here only keys of [reward] and [rewards.NAME] can be set"),
         (["--set", "reward.kind=nothing"], "reward.kind"),
         (["--set", "reward.kind=import", "--set", "reward.path=no_such_module:judge"], "there is no module"),
     ],
@@ -223,7 +223,7 @@ def test_rejudge_reports_a_damaged_batch_and_judges_the_others(run: Path, capsys
     assert (found["responses"], found["changed"], found["same"]) == (2 * ROWS["whole"], 0, False)
     [damaged] = found["damaged"]
     assert damaged["version"] == 2
-    assert "does not contain what was committed" in damaged["why"]
+    assert "does not have the content that its log entry names" in damaged["why"]
     assert main(["rejudge", str(run), "2"]) == 1
     assert "1 batches could not be read" in capsys.readouterr().out
 
@@ -238,7 +238,10 @@ def test_rejudge_skips_responses_of_a_changed_prompt(run: Path, capsys: pytest.C
     """A stored group whose prompt id is wrong would be compared with the reference of another prompt."""
     rebatched(open_store(str(run)), 1, lambda groups: [replace(groups[0], prompt_id="sorting/x"), *groups[1:]])
     found = result(capsys, run, "2", code=1)
-    assert "answers the prompt 'sorting/x' instead of 'sorting/0000" in found["damaged"][0]["why"]
+    assert (
+        "answers the prompt 'sorting/x', but this number now means the prompt 'sorting/0000"
+        in found["damaged"][0]["why"]
+    )
 
 
 def test_unjudged_responses_are_counted_separately(
@@ -284,7 +287,7 @@ def test_rejudge_refuses_rows_whose_scorer_was_removed(run: Path, monkeypatch: p
     rejudging = Rejudging(context, context.config)
     real = rejudging._prompts.prompt
     monkeypatch.setattr(rejudging._prompts, "prompt", lambda index: replace(real(index), scorer="gone"))
-    sentence = r"rewards\.gone: prompts of the run name this scorer, and the config has only reward; add the section"
+    sentence = r"rewards\.gone: prompts of the run name this scorer, but the config has only reward; add the section"
     with pytest.raises(ConfigError, match=sentence):
         rejudging.read_verdicts(2)
 

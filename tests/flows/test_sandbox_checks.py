@@ -32,7 +32,9 @@ def check(folder: Path, *arguments: str, case: dict[str, str] = PRINTED) -> int:
 
 def test_recipe_with_a_missing_sandbox_server_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path) == 2
-    assert "reward.sandbox.url = 'http://127.0.0.1:9/run_code' runs no programs" in capsys.readouterr().err
+    assert (
+        "reward.sandbox.url = 'http://127.0.0.1:9/run_code': this server cannot run programs" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("part", ["", ".parts.tests.scorer"])
@@ -94,7 +96,7 @@ def test_recipe_is_refused_if_bubblewrap_is_missing(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check(tmp_path, "--set", "reward.sandbox.kind=bubblewrap") == 2
     error = capsys.readouterr().err
-    assert 'reward.sandbox.kind = "bubblewrap" cannot run on this machine: there is no program bwrap' in error
+    assert 'reward.sandbox.kind = "bubblewrap" cannot run on this machine: the program bwrap is not installed' in error
     assert len(error.splitlines()) == 1
     found = {one.name: one for one in run_checks(tmp_path / "home")}
     assert found["sandbox bubblewrap"].outcome == "note"

@@ -39,13 +39,13 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[train]\nlearner = 'torch'", "train: a settings file has only [variables], [store], [cluster] and"),
-        ("store = 's3://b/p'", "store is a value, not a section; write [store] above its keys"),
-        ("variables = 1", "variables is a value, not a section; write [variables] above the names"),
+        ("[train]\nlearner = 'torch'", "train is not a section of a settings file, which may contain only"),
+        ("store = 's3://b/p'", "store must be a section of the settings file, but it is set to a value; write"),
+        ("variables = 1", "variables must be a section of the settings file, but it is set to a value"),
         ("[store]\nurl = 's3://b/p'", "store.url = 's3://b/p': there is no such key; did you mean store.uri?"),
         ("[store]\nkeep_last = 1", "store.keep_last = 1 is less than the minimum of 2"),
-        ("[variables]\nRAY_ADDRESS = 'x:1'", "variables.RAY_ADDRESS: rollflow reads no such variable; remove it"),
-        ("[variables]\nPREFECT_URL = 'x'", "no such variable; did you mean PREFECT_API_URL?"),
+        ("[variables]\nRAY_ADDRESS = 'x:1'", "variables.RAY_ADDRESS: rollflow reads no environment variable of"),
+        ("[variables]\nPREFECT_URL = 'x'", "no environment variable of this name; did you mean PREFECT_API_URL?"),
         ("[variables]\nRAY_USE_TLS = 1", 'variables.RAY_USE_TLS = 1 is not text; write "1"'),
         ("[tracking]\nuri = 'http://a:planted-4711@h/'", "tracking.uri = 'http://h/' has a password"),
         ("[variables]\nPREFECT_API_URL = 'http://a:planted-4711@h/api'", "_URL = 'http://h/api' has a password"),

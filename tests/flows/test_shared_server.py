@@ -67,7 +67,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 def test_run_that_another_run_home_trains_is_refused(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other")
     with pytest.raises(
-        ConfigError, match=f"{NAME} is already running, started by another command on this Prefect server"
+        ConfigError, match=f"{NAME} is already running on this Prefect server, started by another command"
     ):
         check_unserved(NAME, tmp_path / "mine")
 

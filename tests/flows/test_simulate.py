@@ -103,7 +103,7 @@ def test_timeline_row_shows_the_mean_of_several_engines() -> None:
         ("[responses]\ncorrelation = 2", ["responses.correlation = 2", "greater than the maximum of 1"]),
         ("[engines]\nspeeds = [1.0, -1.0]", ["engines.speeds = [1.0, -1.0]", "above 0"]),
         ("[learner]\ncolocated = true", ["learner.colocated = True", "async_ratio = 1", "async_ratio = 0"]),
-        ("[faults]\ndeaths = [{ at_seconds = 1, engine = 9 }]", ["faults.deaths.engine = 9", "engines 0 to 0"]),
+        ("[faults]\ndeaths = [{ at_seconds = 1, engine = 9 }]", ["faults.deaths.engine = 9", "name one from 0 to 0"]),
         ("engines = = 1", ["not valid TOML", "correct that line"]),
     ],
 )
@@ -260,7 +260,9 @@ def test_plan_does_not_compare_with_a_run_of_another_recipe(capsys: pytest.Captu
 
 def test_plan_refuses_a_run_with_too_few_versions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     short = recorded(tmp_path, 5)
-    assert "has 5 versions; a prediction needs at least 8" in refused(capsys, "plan", RECIPE, "--from-run", str(short))
+    assert "has only 5 versions, but a prediction needs at least 8" in refused(
+        capsys, "plan", RECIPE, "--from-run", str(short)
+    )
 
 
 def test_missing_record_of_a_weight_update_is_read_as_none(run: Path) -> None:

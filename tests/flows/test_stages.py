@@ -227,7 +227,8 @@ def test_supervisor_that_was_blocked_reports_lost_actors(world: World, monkeypat
     monkeypatch.setattr(stages_module, "states_of", lambda _, runs: dict.fromkeys(runs, failed))
     world.now += 2 * lease.seconds
     with pytest.raises(
-        RestartsExhausted, match=rf"the rollout stage's flow run ended Failed: .*{re.escape(lease.sentence)}$"
+        RestartsExhausted,
+        match=rf"the flow run of the rollout stage ended in the state Failed: .*{re.escape(lease.sentence)}$",
     ):
         world.stages.look()
     assert len(world.started) == 4  # by the fixture

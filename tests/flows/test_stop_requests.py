@@ -152,7 +152,7 @@ def test_pausing_a_run_is_immediate_and_is_not_a_failure(run: RunContext, monkey
     def looks(stages: Any) -> None:
         stages.paused = stages.progress.version == 4
 
-    assert followed(run, monkeypatch, looks) == ["a user paused the run's flow run"]
+    assert followed(run, monkeypatch, looks) == ["the run was paused, because a user paused its flow run in Prefect"]
     assert _describe_failure(RunEnded("paused", pause=True))[0] == "paused"
     assert _describe_failure(RunEnded("stopped"))[0] == "stopped"
     assert _describe_failure(RollflowError("broken"))[0] == "failed"
@@ -251,11 +251,11 @@ def test_log_command_reads_logs_of_run_command_and_servers(
     run: RunContext, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     assert main(["log", "--processes", "one", *options]) == 2
-    assert "has no line of this run" in capsys.readouterr().err
+    assert "have no line of run" in capsys.readouterr().err
     tell(run, replace(RunStatus("one", "done"), version=9))
     log_of("rollflow", said("two", "of two"), "Traceback", '{"message": "of nobody"}', "7")
     assert main(["log", "--processes", "one", *options]) == 2
-    assert "has no line of this run" in capsys.readouterr().err
+    assert "have no line of run" in capsys.readouterr().err
     log_of("rollflow", said("one", "of one"))
     log_of(run.key, "its own session's")
     assert main(["log", "--processes", *options, "one"]) == 0

@@ -313,7 +313,7 @@ def test_s3_service_without_upload_listing_is_accepted(
     assert len(warnings) == 1
 
 
-def test_run_end_is_shown_once_the_store_answers_again(
+def test_run_end_is_shown_when_the_store_answers_again(
     patient: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The store is unreachable after the last version, for longer than a reading command would wait."""

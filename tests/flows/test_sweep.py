@@ -138,4 +138,4 @@ def test_repeated_sweep_skips_done_runs_and_reports_failures(
     assert main(given) == OK
     assert driven == ["mine-0-s0", "mine-1-s0", "mine-0-s0"]
     assert "run mine-1-s0 is done" in capsys.readouterr().out
-    assert "begun with other values" in refused(capsys, *given, "--set", "groups=4")
+    assert "exists already, and has other values" in refused(capsys, *given, "--set", "groups=4")

@@ -56,7 +56,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ROLLFLOW_HOME", "/proc/home", ["cannot be written"]),
         ("ROLLFLOW_HOME", "/dev/null/home", ["cannot be written"]),
         ("ROLLFLOW_HOME", f"/tmp/{LONG * 3}", ["too long"]),
-        ("ROLLFLOW_HOME", "~nobody-of-this-name/home", ["names no folder"]),
+        ("ROLLFLOW_HOME", "~nobody-of-this-name/home", ["is not the path of a folder"]),
         ("PYTHONWARNINGS", "error", ["unset PYTHONWARNINGS"]),
         ("PYTHONWARNINGS", "default,e::DeprecationWarning", ["unset PYTHONWARNINGS"]),
         ("PREFECT_API_URL", f"{DEAD}/api", ["does not answer", "unset PREFECT_API_URL"]),

@@ -301,7 +301,7 @@ async def test_number_of_sandboxes_is_limited_and_unused_ones_end(
         assert len(list_sandbox_processes()) <= before
         for _ in range(BOUNDS.live):
             assert (await caller.start())["status"] == "Success"
-        assert "allows no more" in read_reason(await caller.start(), 5000)
+        assert "the limit of this server" in read_reason(await caller.start(), 5000)
     now = set(list_boxes())
     assert own in now, "all sandboxes share the box, which lives on"
     assert not now - boxes
@@ -563,7 +563,7 @@ async def test_missing_rock_server_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("SANDBOX_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"SANDBOX_TOKEN.*not set"):
         await RockSandboxes(RockSandbox(url="http://127.0.0.1:9", token_env="SANDBOX_TOKEN")).start()
-    with pytest.raises(ConfigError, match=r"runs no programs.*1 tries failed"):
+    with pytest.raises(ConfigError, match=r"cannot run programs.*1 tries failed"):
         await RockSandboxes(RockSandbox(url="http://127.0.0.1:9", tries=1)).start()
 
 

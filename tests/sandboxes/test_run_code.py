@@ -327,7 +327,7 @@ async def test_run_code_client_refuses_a_missing_token_or_server(monkeypatch: py
     monkeypatch.delenv("SANDBOX_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"SANDBOX_TOKEN.*not set"):
         await RunCodeSandboxes(RunCodeSandbox(url="http://127.0.0.1:9/run_code", token_env="SANDBOX_TOKEN")).start()
-    with pytest.raises(ConfigError, match=r"runs no programs.*2 tries failed"):
+    with pytest.raises(ConfigError, match=r"cannot run programs.*2 tries failed"):
         await RunCodeSandboxes(RunCodeSandbox(url="http://127.0.0.1:9/run_code", tries=2)).start()
 
 

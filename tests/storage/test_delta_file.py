@@ -174,7 +174,7 @@ def test_truncated_delta_is_refused(length: int) -> None:
 
 def test_delta_of_a_file_of_another_size_is_refused() -> None:
     before, _, data = a_delta()
-    with pytest.raises(ValueError, match="belongs to a file of"):
+    with pytest.raises(ValueError, match="changes a file of"):
         rebuilt(before + b"x", data)
 
 

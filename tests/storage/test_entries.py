@@ -132,7 +132,10 @@ def knows_more(body: dict[str, Any]) -> None:
         (resealed(lambda tree: tree.update(n=8)), "contains entry 8"),
         (resealed(lambda tree: tree.pop("body")), "1 fields of the entry are invalid"),
         (resealed(lambda tree: tree["body"].update(kind="promoted")), "1 fields of the entry are invalid"),
-        (resealed(lambda tree: tree.update(index={"path": "log_index/x"})), "the entry's index log_index/x is missing"),
+        (
+            resealed(lambda tree: tree.update(index={"path": "log_index/x"})),
+            "the object log_index/x, which lists the groups of the entry, is missing",
+        ),
         (resealed(lambda tree: tree.update(index="log_index/x")), "not an entry of a log"),
         (resealed(lambda tree: tree.update(index={})), "not an entry of a log"),
         (resealed(lambda tree: tree.update(index={"path": 7})), "not an entry of a log"),

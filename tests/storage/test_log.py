@@ -153,7 +153,7 @@ def test_supervisor_restart_keeps_healthy_scheduler_and_learner(store: MemorySto
     learner.publish()
     with pytest.raises(Deposed):
         Learner(store, old.writer.claim)
-    with pytest.raises(Deposed, match="under the newest supervisor"):
+    with pytest.raises(Deposed, match="under the run's newest supervisor"):
         Log(store).claim("learner", cluster="another")
     old.log.follow()
     assert not old.writer.valid()
@@ -606,7 +606,7 @@ def test_damaged_log_entry_without_a_copy_cannot_be_repaired(store: MemoryStore)
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
     store.put(entry_path(5), flipped(store.get(entry_path(5))))
-    with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: the log cannot be repaired"):
+    with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it"):
         plan_repairs(store)
 
 

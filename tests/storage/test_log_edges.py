@@ -61,7 +61,7 @@ def test_unanswered_append_is_retried_with_growing_pauses(
     monkeypatch.setattr(log_module, "TRIES", 11)
     log = claims(store, 2)
     monkeypatch.setitem(Counting.broken, "log", [Unreachable("no answer") for _ in range(99)])
-    with pytest.raises(Unreachable, match=r"an entry could not be appended to .* in 11 tries: no answer"):
+    with pytest.raises(Unreachable, match=r"no log entry could be appended to .* in 11 tries: no answer"):
         log.claim("supervisor")
     assert pauses == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
     assert log.state.n == 1
@@ -203,7 +203,7 @@ def test_error_names_the_log_entry_after_a_gap(store: Counting, tmp_path: Path, 
     for path in [*run.list("log_snapshots"), entry_path(8)]:
         run.delete(path)
     with pytest.raises(
-        Corrupt, match=r"0000000008.json is missing, but log/0000000009.json exists; no segment contains a copy"
+        Corrupt, match=r"0000000008.json is missing, but log/0000000009.json exists; no log segment contains a copy"
     ):
         Log(run)
     run.delete(entry_path(9))
@@ -341,6 +341,7 @@ def test_log_entry_with_a_wrong_copy_is_not_repaired(store: Counting) -> None:
     segment = store.get(snapshots.segment_path(5)).split(b"\n")
     store.put(snapshots.segment_path(5), b"\n".join([segment[0], segment[2], *segment[2:]]))
     with pytest.raises(
-        Corrupt, match=r"0000000005.json .*; no segment contains a copy of the entry: `rollflow audit --repair`"
+        Corrupt,
+        match=r"0000000005.json .*; no log segment contains a copy of this entry, so run `rollflow audit --repair`",
     ):
         log.read(5)

@@ -79,7 +79,7 @@ def test_text_only_reader_refuses_a_prompt_with_an_image() -> None:
 
 @pytest.mark.parametrize("position", [-1, 4, 100])
 def test_stored_image_at_an_invalid_position_is_refused(position: int) -> None:
-    with pytest.raises(ValueError, match=f"a part of 3 positions does not fit at position {position} of 6"):
+    with pytest.raises(ValueError, match=f"a part of 3 positions does not fit at position {position} of an input of 6"):
         ModelInput.from_flat(MIXED.flat, [PlacedPart(position, IMAGE)])
     with pytest.raises(ValueError, match="does not fit at position 4"):
         ModelInput.from_flat(Int32s.same(0, 9), [PlacedPart(2, IMAGE), PlacedPart(4, IMAGE)])

@@ -129,14 +129,14 @@ def file_with(name: str, values: Any, kind: pa.DataType | None = None) -> pa.Buf
     ],
 )
 def test_unknown_column_of_a_batch_file_is_corrupt(name: str, values: list[Any], kind: pa.DataType) -> None:
-    with pytest.raises(Corrupt, match="columns are not the columns of trajectory schema 1"):
+    with pytest.raises(Corrupt, match="columns of the batch differ from those of trajectory schema 1"):
         TrajectoryBatch.from_bytes(file_with(name, values, kind))
 
 
 def test_column_stored_twice_in_a_batch_file_is_corrupt() -> None:
     table = TrajectoryBatch.from_bytes(file_with("turn_starts", [[1], None])).table
     twice = table.append_column(table.schema.field("turn_starts"), table["turn_starts"])
-    with pytest.raises(Corrupt, match="columns are not the columns of trajectory schema 1"):
+    with pytest.raises(Corrupt, match="columns of the batch differ from those of trajectory schema 1"):
         TrajectoryBatch.from_bytes(TrajectoryBatch(twice).to_bytes())
 
 
@@ -176,7 +176,7 @@ def test_too_many_optional_values_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         raise pa.ArrowInvalid("offset overflow while concatenating arrays")
 
     monkeypatch.setattr(optional_columns.pa, "concat_arrays", overflow)
-    with pytest.raises(OverflowError, match="an optional column of this batch has too many values"):
+    with pytest.raises(OverflowError, match="an optional column of this batch has more values than Arrow can store"):
         TrajectoryBatch.from_groups(with_values([{"turn_starts": (1,)}, {}]))
 
 

@@ -250,7 +250,7 @@ def test_weights_folder_contains_local_files_of_the_weights(run: ObjectStore, tm
     assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
     policies.check_kept(version)
     run.delete(version.weights[0].path)
-    with pytest.raises(Missing, match=f"there is no object {version.weights[0].path}"):
+    with pytest.raises(Missing, match=f"the object {version.weights[0].path} is missing"):
         policies.check_kept(version)
 
 
@@ -270,7 +270,7 @@ def test_altered_weights_are_refused_on_download(run: ObjectStore, tmp_path: Pat
     ways = policies.read, lambda stored: policies.file(stored, Path(tempfile.mkdtemp(dir=tmp_path)))
     for read in ways:
         run.put(stored.path, b"other")
-        with pytest.raises(Corrupt, match="does not contain what its entry committed"):
+        with pytest.raises(Corrupt, match="does not have the content that its log entry names"):
             read(stored)
         run.delete(stored.path)
         with pytest.raises(Corrupt, match="is missing"):

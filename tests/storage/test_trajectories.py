@@ -90,7 +90,7 @@ def test_batch_file_without_a_log_entry_is_ignored(run: ObjectStore) -> None:
 def test_log_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
     batches, writer = ready(run)
     for n in (0, writer.claim, writer.claim + 1):
-        with pytest.raises(Corrupt, match=f"entry {n} of .* does not commit a batch"):
+        with pytest.raises(Corrupt, match=f"entry {n} of .* should commit a batch"):
             batches.read_commit(n)
 
 
@@ -101,7 +101,10 @@ def test_stale_groups_are_refused_before_anything_is_written(run: ObjectStore) -
     batches, writer = scheduling(run)
     files = list(run.list("trajectories"))
     stale, fresh = staged(2, 0), staged(2, 1)
-    with pytest.raises(Stale, match="started under version 0; batch 2 allows version 1 or newer at async_ratio 1"):
+    with pytest.raises(
+        Stale,
+        match="version 0, but with async_ratio = 1 batch 2 takes only groups that were started under version 1",
+    ):
         batches.commit(writer, stale)
     assert list(run.list("trajectories")) == files
     batches.commit(writer, fresh)
@@ -114,7 +117,7 @@ def test_damaged_batch_error_names_the_file(run: ObjectStore, damage: Callable[[
     batches.commit(writer, staged())
     file = file_of(batches, 0)
     run.put(file.path, damage(run.get(file.path)))
-    with pytest.raises(Corrupt, match=f"{file.path} does not contain what was committed"):
+    with pytest.raises(Corrupt, match=f"{file.path} does not have the content that its log entry names"):
         batches.read(file)
     run.delete(file.path)
     with pytest.raises(Corrupt, match=f"{file.path} is missing"):
@@ -138,12 +141,12 @@ REWARD = SCHEMA.get_field_index("reward")
         (b"", "not a readable Arrow file"),
         (b"PAR1 something else", "not a readable Arrow file"),
         (arrow_file(GOOD).to_pybytes()[:-20], "not a readable Arrow file"),  # the footer is cut off
-        (arrow_file(pa.table({"x": [1]})), "trajectory schema none, and this version"),
-        (arrow_file(GOOD.replace_schema_metadata({b"rollflow.schema": b"2"})), "trajectory schema 2, and this version"),
-        (arrow_file(GOOD.drop_columns("reward")), "columns are not the columns of trajectory schema 1"),
+        (arrow_file(pa.table({"x": [1]})), "trajectory schema none, but this version"),
+        (arrow_file(GOOD.replace_schema_metadata({b"rollflow.schema": b"2"})), "trajectory schema 2, but this version"),
+        (arrow_file(GOOD.drop_columns("reward")), "columns of the batch differ from those of trajectory schema 1"),
         (
             arrow_file(GOOD.set_column(REWARD, "reward", GOOD["reward"].cast(pa.float64()))),
-            "columns are not the columns of trajectory schema 1",
+            "columns of the batch differ from those of trajectory schema 1",
         ),
         (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "contains null values"),
     ],
@@ -189,7 +192,7 @@ def test_voided_batch_is_formed_again(run: ObjectStore) -> None:
     assert not first.void(scheduler, 0, "and again")
     assert [found.body for found in of_kind(run, BatchVoided)] == [BatchVoided(0, entry.n, "too short")]
     assert first.find_waiting(0) is None
-    with pytest.raises(EntryRefused, match=r"attempt=0\) is not open"):
+    with pytest.raises(EntryRefused, match=r"attempt 0 of prompt .* is not open"):
         first.commit(scheduler, replace(staged(), issued=(), discards=()))  # a voided batch stays voided
     second, data = first.commit(scheduler, staged(attempt=1))
     assert second.n > entry.n
@@ -380,5 +383,7 @@ def test_prompt_cursor_matches_a_hand_calculation() -> None:
     assert cursor.upcoming == (6, 3)
     assert [index for index in range(9) if cursor.covers(index)] == [0, 1, 2, 4]
     assert not Cursor().covers(0)
-    with pytest.raises(ValueError, match="the cursor counts issued prompts of 2 sources and filtered prompts of 1"):
+    with pytest.raises(
+        ValueError, match="the cursor has counts of issued prompts for 2 sources, but of filtered prompts for 1"
+    ):
         Cursor((3, 1), (0,))

@@ -149,7 +149,9 @@ def test_missing_batch_file_is_quarantined(damage: str, tmp_path: Path) -> None:
         path.touch()
     elif damage == "folder":
         path.mkdir()
-    with pytest.raises(Corrupt, match="does not contain what was committed" if damage == "empty" else "is missing"):
+    with pytest.raises(
+        Corrupt, match="does not have the content that its log entry names" if damage == "empty" else "is missing"
+    ):
         batches.read(file)
     assert batches.void(writer, 0, "it is damaged")
     assert batches.log.state.voids == 1

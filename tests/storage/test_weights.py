@@ -82,7 +82,7 @@ def test_several_engines_download_weights_concurrently(
 
 def test_damaged_weights_are_never_served(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
     run.put(version.weights[3].path, SHARDS["weights/model-3.safetensors"][:-1] + b"x")
-    with pytest.raises(Corrupt, match=r"model-3\.safetensors does not contain what its entry committed"):
+    with pytest.raises(Corrupt, match=r"model-3\.safetensors does not have the content that its log entry names"):
         opened(run).weights_folder(version, tmp_path / "cache")
     run.delete(version.weights[3].path)
     with pytest.raises(Corrupt, match=r"model-3\.safetensors is missing"):

@@ -182,6 +182,8 @@ def test_config_changes_of_a_run_are_shown(run: RunContext, tmp_path: Path, caps
 
 def test_resume_of_a_running_run_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.commands.resume.is_under_way", lambda context: True)
-    with pytest.raises(ConfigError, match="its config can change only at a start; stop the run first: rollflow stop"):
+    with pytest.raises(
+        ConfigError, match="a config can change only while its run is stopped; stop the run first: rollflow stop"
+    ):
         record_change(RunContext(run.uri, run.cache), ["versions=7"])
     assert not of_kind(run.store, ConfigChanged)

@@ -95,7 +95,7 @@ def test_response_with_no_or_several_letters_is_unparsable(response: str) -> Non
 
 
 @pytest.mark.parametrize("response", ["B", "(B)", "B. some city", r"\boxed{B}", "The answer is B"])
-def test_choice_rows_without_options_need_only_a_letter(response: str) -> None:
+def test_choice_row_without_options_accepts_a_letter(response: str) -> None:
     assert choose(response, BARE).value == 1.0
 
 

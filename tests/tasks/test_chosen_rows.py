@@ -68,7 +68,7 @@ def test_difficulty_may_be_a_number_as_text_in_any_column() -> None:
 def test_row_without_a_difficulty_number_is_refused(value: object) -> None:
     config = FilePrompts(path="q.jsonl", difficulty={"min": 0})  # type: ignore[arg-type]
     rows = [*ROWS[:3], {**ROWS[3], "pass_rate": value}, {"question": "q", "answer": "1"}]
-    with pytest.raises(ConfigError, match=r"line 4: column 'pass_rate' of prompts.difficulty is no number"):
+    with pytest.raises(ConfigError, match=r"line 4: the column 'pass_rate', which prompts.difficulty names, contains"):
         read_rows(config, lines(rows))
 
 
@@ -82,7 +82,7 @@ def test_file_without_a_row_in_difficulty_range_is_refused() -> None:
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"difficulty": {"column": "x"}}, "it has no limit; set min or max"),
+        ({"difficulty": {"column": "x"}}, "the difficulty has no limit; set"),
         ({"difficulty": {"min": 2, "max": 1}}, "must not be above max = 1"),
         ({"template": "Question:"}, "no place for the question"),
         ({"solved_from": 0.5}, "it needs solved_every"),

@@ -104,5 +104,5 @@ def test_user_defined_scorer_is_closed(tmp_path: Path, monkeypatch: pytest.Monke
     parts = {name: {"scorer": own[name]} for name in ("plain", "waits")}
     close_in_thread([build_verifier(CompositeReward.model_validate({"parts": parts}))])
     assert closing.ended == ["plain", "plain", "waits"]
-    with pytest.raises(ConfigError, match=r"^reward\.path = 'closing:wrong': its attribute close is no function"):
+    with pytest.raises(ConfigError, match=r"^reward\.path = 'closing:wrong': close must be a function"):
         verifier_of(**own["wrong"])

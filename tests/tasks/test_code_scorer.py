@@ -322,4 +322,4 @@ def test_response_is_unjudged_while_no_sandbox_starts() -> None:
     verify = build_verifier(CodeReward(sandbox=away))
     score = score_response(verify, "all", f"```python\n{ADD}\n```", {"cases": [CASES["call"]]})
     assert (score.value, score.outcome) == (0.0, Outcome.UNJUDGED)
-    assert "runs no programs" in score.reason
+    assert "cannot run programs" in score.reason

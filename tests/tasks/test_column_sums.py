@@ -77,7 +77,7 @@ def test_random_sums_stay_within_and_reach_their_bounds() -> None:
 
 
 def test_sum_source_without_training_questions_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"evaluation\.prompts: after 210 held-out sums nothing is left to train on"):
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts: 210 sums are held out, and no other sum is left"):
         ColumnSumsSource(SMALL, 0, 300, HeldOut()).training(0)
 
 

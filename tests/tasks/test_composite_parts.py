@@ -319,7 +319,7 @@ def test_shared_keys_of_a_composite_reward_apply_to_its_parts() -> None:
         ),
         (
             {"kind": "composite", "parts": {"j": {"scorer": {**JUDGE, "lowest": 9, "highest": 3}}}},
-            r"^reward\.parts\.j\.scorer\.highest = 3: it must be above reward\.parts\.j\.scorer\.lowest = 9",
+            r"^reward\.parts\.j\.scorer\.highest = 3: the highest score must be above reward\.parts\.j",
         ),
     ],
 )
@@ -385,5 +385,7 @@ def test_scorer_trial_does_not_call_a_judge() -> None:
 
 
 def test_composite_with_a_judge_cannot_be_a_verifier() -> None:
-    with pytest.raises(ConfigError, match=r"^reward\.kind = 'composite': a part is a judge or a reward model"):
+    with pytest.raises(
+        ConfigError, match=r"^reward\.kind = 'composite': one of its parts is a judge or a reward model"
+    ):
         build_verifier(composite(parts=MIXED["parts"]))

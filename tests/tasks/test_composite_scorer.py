@@ -158,7 +158,7 @@ WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"parts": {"m": {"scorer": {"kind": "maths", "unjudged": "leave_out"}}}}, "scorer.unjudged = 'leave_out'"),
     (
         {"parts": {name: {"scorer": {"kind": "code", "adaptive": {}}} for name in ("a", "b")}},
-        "parts = 'a, b': several parts have adaptive deadlines",
+        "parts = 'a, b': only one part of a composite reward may have adaptive",
     ),
     ({"parts": {"m": {"scorer": {"kind": "composite", "parts": {"m": ANSWER}}}}}, "composite"),
 ]
@@ -204,7 +204,7 @@ PLACED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rewards": {"r": {**JUDGE, "lowest": 5, "highest": 3}}},
-        r"^rewards\.r\.highest = 3: it must be above rewards\.r\.lowest = 5; raise it",
+        r"^rewards\.r\.highest = 3: the highest score must be above rewards\.r\.lowest = 5; raise rewards\.r\.highest",
     ),
     ({"rewards": {"r": {**JUDGE, "url": "ftp://x"}}}, r"^rewards\.r\.url = .* variable in rewards\.r\.token_env"),
     ({"rewards": {"r": {"kind": "exact", "format": {"pattern": "("}}}}, r"^rewards\.r\.format\.pattern = '\('"),

@@ -42,13 +42,15 @@ def test_context_length_is_read_from_the_model_config(config: dict[str, Any], le
 
 @pytest.mark.parametrize("config", [{}, {"max_position_embeddings": None}, {"text_config": {"hidden_size": 8}}])
 def test_model_config_without_a_context_length_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"names no context length .*; write max_position_embeddings into it"):
+    with pytest.raises(
+        ConfigError, match=r"does not say how many tokens the policy can read .*; write max_position_embeddings into it"
+    ):
         context_length(config)
 
 
 @pytest.mark.parametrize("value", [0, -5, 1, "128", 1.5, True, [128]])
 def test_invalid_context_length_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"max_position_embeddings = .*; write a whole number"):
+    with pytest.raises(ConfigError, match=r"max_position_embeddings = .*, which must be a whole number"):
         context_length({"max_position_embeddings": value})
 
 
@@ -72,7 +74,7 @@ def test_probe_tokens_cover_attention_windows_and_rope_scaling(config: dict[str,
 
 @pytest.mark.parametrize("value", [0, -4, 0.5, 1e30, "8", True, [8]])
 def test_invalid_attention_window_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"sliding_window = .*; write a whole number above 0, or null"):
+    with pytest.raises(ConfigError, match=r"sliding_window = .*, which must be a whole number above 0, or null"):
         check_window(LONG | {"text_config": {"sliding_window": value}})
 
 

@@ -141,17 +141,29 @@ WRONG: dict[str, tuple[str, bytes, str]] = {
         "line 3: the row has 1 values, and the header has 2 columns",
     ),
     "a comma too many": ("csv", b"problem,solution\n1,2,3\n", "line 2: the row has 3 values"),
-    "an open quote": ("csv", b'problem,solution\n1,2\n"3,4\n5,6\n', "line 3: it is no CSV (unexpected end of data)"),
-    "text after a quote": ("csv", b'problem,solution\n"1"2,3\n', "line 2: it is no CSV (',' expected after '\"')"),
+    "an open quote": (
+        "csv",
+        b'problem,solution\n1,2\n"3,4\n5,6\n',
+        "line 3 of the file is not CSV (unexpected end of data)",
+    ),
+    "text after a quote": (
+        "csv",
+        b'problem,solution\n"1"2,3\n',
+        "line 2 of the file is not CSV (',' expected after '\"')",
+    ),
     "Latin-1": ("csv", b"problem,solution\n1,2\ncaf\xe9,2\n", "line 3: byte 24 is not UTF-8; save the file as UTF-8"),
     "UTF-16": ("csv", "problem,solution\n1,2\n".encode("utf-16"), "line 1: byte 0 is not UTF-8"),
-    "two columns of a name": ("csv", b"problem,solution,problem\n1,2,3\n", "two columns have the name 'problem'"),
+    "two columns of a name": (
+        "csv",
+        b"problem,solution,problem\n1,2,3\n",
+        "the file has two columns with the name 'problem'",
+    ),
     "no such column": ("csv", b"problem,answer\n1,2\n", "has no such column (the columns are 'problem', 'answer')"),
-    "an empty Parquet file": ("parquet", b"", "it is no intact Parquet file ("),
+    "an empty Parquet file": ("parquet", b"", "the file is not an intact Parquet file ("),
     "a broken footer": (
         "parquet",
         to_parquet([{"problem": "1", "solution": "2"}])[:-5],
-        "it is no intact Parquet file",
+        "the file is not an intact Parquet file",
     ),
     "only nulls": (
         "parquet",
@@ -161,9 +173,9 @@ WRONG: dict[str, tuple[str, bytes, str]] = {
     "an Arrow file that was cut": (
         "saved",
         to_arrow([{"problem": "1", "solution": "2"}])[:-60],
-        "mine.arrow is no Arrow",
+        "the file mine.arrow is not an Arrow",
     ),
-    "an empty Arrow file": ("saved", b"", "mine.arrow is no Arrow file"),
+    "an empty Arrow file": ("saved", b"", "the file mine.arrow is not an Arrow file"),
     "a line without the column": ("jsonl", b'{"problem": "1"}\n', "line 1: it has no column 'solution'; give it one"),
     "Latin-1 in a line": ("jsonl", to_jsonl(ONE) + b'{"problem": "caf\xe9"}\n', "line 2: byte 50 is not UTF-8; save"),
     "a repeated key": ("jsonl", b'{"problem": "1", "problem": "1"}\n', "line 1: a key is repeated (problem); keep one"),
@@ -211,7 +223,7 @@ def test_file_that_may_never_end_is_refused(kind: str, tmp_path: Path) -> None:
         path.symlink_to("/dev/zero")
     sentence = check(path)
     assert sentence is not None
-    assert sentence.endswith("cannot be read: it is no regular file; name a file")
+    assert sentence.endswith("cannot be read: it is not a regular file; name a file")
 
 
 def test_check_and_run_refuse_a_table_with_equal_errors(

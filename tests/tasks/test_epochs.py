@@ -187,14 +187,16 @@ def test_replaced_scheduler_starts_no_epoch() -> None:
 def test_prompt_outside_of_all_epochs_is_refused() -> None:
     run = Source(3)
     run.start()
-    with pytest.raises(Corrupt, match="prompt 3 of source 0 belongs to no epoch"):
+    with pytest.raises(Corrupt, match="prompt 3 of prompt source 0 belongs to no epoch"):
         run.epochs.locate(0, 3)
 
 
 def test_prompt_beyond_the_newest_epoch_is_refused() -> None:
     run = Source(3)
     run.start()
-    with pytest.raises(EntryRefused, match="prompt 3 is beyond the newest epoch of source 0"):
+    with pytest.raises(
+        EntryRefused, match="prompt 3 cannot be issued yet, because it is beyond the newest epoch of source 0"
+    ):
         run.commit(dict.fromkeys(range(4), 0))
     body = BatchCommitted(0, FILE, SIZE, (TrainedGroup(3, 0, 0, 0, 7),), (0, 1, 2, 3))
     assert refused_by_model(run, body) == "beyond the epochs of its source"

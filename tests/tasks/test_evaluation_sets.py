@@ -98,7 +98,7 @@ def test_rows_of_evaluation_sets_are_checked_before_the_run(tmp_path: Path) -> N
     [
         ({"a b": {"path": "x.jsonl"}}, "has letters, digits"),
         ({"train": {"path": "x.jsonl"}}, "another set or source has this name"),
-        ({"x": {}}, "neither path nor split"),
+        ({"x": {}}, "needs a path or a split"),
         ({"x": {"path": "x.jsonl", "prompts": 0}}, "prompts"),
     ],
 )

@@ -180,7 +180,7 @@ def test_moves_in_a_small_room_match_a_hand_example() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "a/b", "a/b:", "/:a", "z/:a", "a/:z", "A/:b", "a/b:c/"])
 def test_text_that_is_not_a_board_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no board of size 2"):
+    with pytest.raises(ValueError, match="does not describe a board of size 2"):
         FrozenLake.read(2, text)
 
 
@@ -301,14 +301,14 @@ def test_random_settings_give_solvable_boards_or_a_clear_error(
 
 
 def test_source_without_solvable_boards_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"prompts\.size = 5: of 10000 boards of sokoban, none has a solution"):
+    with pytest.raises(ConfigError, match=r"prompts\.size = 5: none of 10000 boards of sokoban can be solved"):
         GameSource(SokobanPrompts(size=5, boxes=3, walls=0.5, moves=1), 0, 1, HeldOut())
 
 
 def test_source_whose_boards_are_all_held_out_is_refused() -> None:
     source = GameSource(FrozenLakePrompts(size=2, holes=0.0), 0, 100, HeldOut())
     assert len(source.held_out(100)) == 12
-    with pytest.raises(ConfigError, match="after 12 held-out boards nothing of frozen-lake is left"):
+    with pytest.raises(ConfigError, match="12 boards are held out, and no other board of frozen-lake is left"):
         source.training(0)
 
 

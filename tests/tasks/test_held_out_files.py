@@ -115,7 +115,9 @@ def test_held_out_share_together_with_a_file_is_refused(key: str) -> None:
 
 def test_held_out_split_of_a_file_without_splits_is_refused(tmp_path: Path) -> None:
     source = {"kind": "file", "path": write(tmp_path, "train.jsonl", TRAINED), "held_out_split": "test"}
-    with pytest.raises(ConfigError, match=r"prompts\.held_out_split = 'test': .* is a file without splits; remove"):
+    with pytest.raises(
+        ConfigError, match=r"prompts\.held_out_split = 'test': .* is a file, which has no splits; remove"
+    ):
         read_files(parse_config({"prompts": [source], "reward": {"kind": "exact"}}), read_file)
 
 

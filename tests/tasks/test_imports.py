@@ -97,7 +97,7 @@ def test_annotated_function_is_imported_with_its_options() -> None:
         ),
         ("own.parts:Thing", "the path does not name a function that is annotated"),
         ("own.parts:unreadable", "the path does not name a function that is annotated"),
-        ("own.parts:several", "the function yields; write a function that returns its Score"),
+        ("own.parts:several", "the function uses yield; write a function that returns its Score"),
         ("own.parts:other", "the path does not name a function that is annotated to return rollflow's Score"),
         ("own.parts:made", "the module failed with RuntimeError: not today; correct the module"),
         ("own.script:good", "importing own.script failed with SystemExit: 0; correct the module"),
@@ -122,7 +122,8 @@ def test_options_too_long_for_a_worker_are_refused() -> None:
     """
     assert build_verifier(reward("own.parts:wide", words="x" * 90_000))
     with pytest.raises(
-        ConfigError, match=r"reward\.options = \{'words': 'xä+\.\.\.: 1\d{5} bytes; write what is large into"
+        ConfigError,
+        match=r"reward\.options = \{'words': 'xä+\.\.\.: the options have 1\d{5} bytes; write what is large into",
     ):
         build_verifier(reward("own.parts:wide", words="x" + "ä" * 70_000))
 
@@ -231,7 +232,7 @@ def test_imported_class_with_all_methods_is_created() -> None:
         ("Mute", r"the class lacks the method answer\(self, question\); write it"),
         ("Deaf", r"the method answer does not take the arguments \(question\): too many positional arguments"),
         ("Hasty", "the method wait cannot be awaited; write `async def wait`"),
-        ("Another", "the class created a Good instead of an object of its own; change the class"),
+        ("Another", "creating an object of the class gives a Good instead; change the class"),
         ("Ending", "Ending failed with SystemExit: 0; give options that the part accepts"),
     ],
 )

@@ -207,20 +207,29 @@ def test_response_that_follows_no_constraint_scores_zero(response: str, outcome:
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": "[{}]"}, "prompts.json_columns"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "kwargs"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [3]}, "kwargs"),
-        ({"instruction_id_list": ["punctuation:none"], "kwargs": [{}]}, "no constraint 'punctuation:none'"),
-        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "has no 'keywords'"),
+        (
+            {"instruction_id_list": ["punctuation:none"], "kwargs": [{}]},
+            "no constraint has the name 'punctuation:none'",
+        ),
+        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "needs the argument 'keywords'"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": 3}]}, "wrong value"),
-        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "abc"}]}, "'abc' is no list of words"),
-        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": []}]}, "[] is no list of words"),
+        (
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "abc"}]},
+            "must be a list of words, not 'abc'",
+        ),
+        (
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": []}]},
+            "must be a list of words, not []",
+        ),
         (
             {"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": "abc"}]},
-            "'abc' is no list of words",
+            "must be a list of words, not 'abc'",
         ),
         (
             {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "zh"}]},
             "no language has the code 'zh'; the codes are af, ar,",
         ),
-        ({"instruction_id_list": ["language:response_language"], "kwargs": [{}]}, "has no 'language'"),
+        ({"instruction_id_list": ["language:response_language"], "kwargs": [{}]}, "needs the argument 'language'"),
         (
             {
                 "instruction_id_list": ["length_constraints:number_words"],

@@ -152,7 +152,7 @@ FAULTS = {
     "score as a fraction": verdict(score=10.0),
     "score as a truth value": verdict(score=True),
     "a field too many": verdict(score=10, more=1),
-    "a field twice": chat('{"reason": "", "score": 1, "score": 10}'),
+    "two fields of the same name": chat('{"reason": "", "score": 1, "score": 10}'),
     "text around the object": chat('Sure: {"reason": "", "score": 10}'),
 }
 
@@ -375,7 +375,7 @@ async def test_judge_api_key_is_sent_and_appears_in_no_message(folder: Path, mon
     assert score.outcome is Outcome.UNJUDGED
     assert "plan" not in score.reason
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ConfigError, match=r"reward\.token_env = 'JUDGE_KEY': this variable is not set"):
+    with pytest.raises(ConfigError, match=r"reward\.token_env = 'JUDGE_KEY': this environment variable is not set"):
         await JudgeScorer(config, folder).start()
 
 
@@ -624,7 +624,7 @@ URL = {"kind": "judge", "url": "http://127.0.0.1:8000/v1", "model": "m"}
         ({"url": "http://me:secret@host/v1"}, r"reward\.url"),
         ({"url": "https://host/v1?key=secret"}, r"reward\.url"),
         ({"url": "host"}, r"reward\.url"),
-        ({"lowest": 10}, r"reward\.highest = 10: it must be above reward\.lowest = 10"),
+        ({"lowest": 10}, r"reward\.highest = 10: the highest score must be above reward\.lowest = 10"),
         ({"highest": 500}, r"reward\.highest = 500: the judge may choose among 101 scores"),
         ({"repeats": 3}, r"reward\.repeats = 3: at reward\.temperature = 0 repeated verdicts are equal"),
         ({"template": "{question}"}, r"reward\.template = '\{question\}': it lacks \{response\}"),
@@ -632,7 +632,10 @@ URL = {"kind": "judge", "url": "http://127.0.0.1:8000/v1", "model": "m"}
         ({"mode": "rubric", "template": "{response}"}, r"it lacks \{rubric\}"),
         ({"rubric": {"a": {"text": "x"}}}, r"reward\.mode = 'verdict': only the mode \"rubric\" reads"),
         ({"mode": "rubric", "rubric": {"reason": {"text": "x"}}}, r"reward\.rubric = 'reason'"),
-        ({"mode": "rubric", "rubric": {"a": {"text": "x", "weight": 0}}}, r"no statement has a weight above 0"),
+        (
+            {"mode": "rubric", "rubric": {"a": {"text": "x", "weight": 0}}},
+            r"no statement of the rubric has a weight above 0",
+        ),
         ({"opponents": 2}, r"reward\.opponents = 2: only the mode \"pairwise\""),
         ({"mode": "pairwise", "opponents": 3}, r"reward\.opponents = 3"),
         ({"judge_tries": 0}, r"reward\.judge_tries = 0"),

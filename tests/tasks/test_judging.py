@@ -216,7 +216,7 @@ def test_run_fails_if_one_prompt_can_never_be_judged() -> None:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, ConfigError)
-    assert "prompt 2 was issued so many times" in str(error)
+    assert "prompt 2 was issued " in str(error)
 
 
 def test_audit_reports_an_unjudged_trajectory() -> None:

@@ -115,7 +115,7 @@ def test_lora_adapts_all_linear_layers_of_a_mixture_of_experts(name: str) -> Non
 
 def test_unknown_lora_target_is_refused_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"targets contains \['c_proj'\]: .* no linear layer of such a name; .* down_proj, gate_proj"
+        ConfigError, match=r"targets contains \['c_proj'\], .* no linear layer of this name; .* down_proj, gate_proj"
     ):
         learner(folder, lora=Lora(targets=("q_proj", "c_proj")))
 

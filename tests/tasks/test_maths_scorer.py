@@ -367,12 +367,12 @@ async def test_hostile_maths_response_ends_as_a_timeout(
         (MathsReward(), {"answer": " "}, "the answer is empty"),
         (MathsReward(), {"answer": "1 + " * LONGEST}, "the answer has 4,000 characters"),
         (ChoiceReward(), {"answer": "B"}, None),
-        (ChoiceReward(), {"answer": "Berlin", "options": ["Rome", "Oslo"]}, "the answer 'Berlin' is not one of"),
+        (ChoiceReward(), {"answer": "Berlin", "options": ["Rome", "Oslo"]}, "the answer 'Berlin' must be one of"),
         (RegexReward(), {"answer": "x", "pattern": "a+"}, None),
         (RegexReward(), {"answer": "x"}, "the row has no text in its column"),
         (RegexReward(pattern="(?P<n>.)", group="n"), {"answer": "x"}, None),
         (RegexReward(pattern="(?P<n>.)", group="n"), {}, "the answer is empty, and reward.group compares"),
-        (RegexReward(), {"answer": "x", "pattern": "("}, "the pattern '(' is no regular expression"),
+        (RegexReward(), {"answer": "x", "pattern": "("}, "the pattern '(' is not a valid regular expression"),
     ],
 )
 def test_maths_row_that_cannot_be_scored_is_refused(

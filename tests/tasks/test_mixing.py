@@ -194,9 +194,9 @@ def test_closed_source_leaves_its_share_to_the_others(shares: list[float], data:
 
 
 def test_cursor_of_other_prompt_sources_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 prompt sources cannot continue from a cursor of 3 sources"):
+    with pytest.raises(ValueError, match="the config has 2, but there are counts of issued prompts for 3"):
         Mixture((1, 1), (1, 2, 3), (0, 0, 0))
-    with pytest.raises(ValueError, match="2 prompt sources cannot continue"):
+    with pytest.raises(ValueError, match="the config has 2, but there are counts"):
         Mixture((1, 1), (1, 2), (0,))
 
 

@@ -112,13 +112,13 @@ class Away:
 
 async def test_only_an_engine_without_the_weights_fails() -> None:
     actor = EngineActor(lambda: TimedEngine(CONFIG))
-    with pytest.raises(EngineFailed, match="the engine was never started"):
+    with pytest.raises(EngineFailed, match="this engine cannot be used, because it was never started"):
         await actor.stats()
     await actor.start()
     await actor.attach("me")
     for call in (actor.fetch(0, Away()), actor.update("me", 0, Away())):
         with pytest.raises(
-            EngineFailed, match=r"version 0 is not available to this engine's node: model\.safetensors is not what was"
+            EngineFailed, match=r"the weights of version 0 cannot be fetched .*: model\.safetensors is not what was"
         ):
             await call
 

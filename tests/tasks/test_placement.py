@@ -162,7 +162,8 @@ def test_placement_of_a_private_cluster_is_refused(key: str, value: object, tmp_
     check_private_placement(parse_config({"cluster": {"placement": {"engine": own}}}))
     placed = {"cluster": {"placement": {"engine": {key: value}}}}
     with pytest.raises(
-        ConfigError, match=f"cluster.placement.engine.{key} = .*: the node of a private cluster has neither"
+        ConfigError,
+        match=f"cluster.placement.engine.{key} = .*: no node has this, because the single node of a private",
     ):
         preflight.check_addresses(parse_config(placed), str(tmp_path))
 

@@ -143,7 +143,11 @@ def test_planner_tries_a_larger_alpha_at_equal_batches_ahead() -> None:
         (1, {}, r"--gpus 1: an engine takes 1 .* give 2 or more"),
         (4, {"engines": {"gpus_per_engine": 4}}, r"--gpus 4: an engine takes 4 .* give 5 or more"),
         (6, {"learner": {"measured": [2.0]}}, r"learner.measured = \[2, ...\].*seconds_per_trajectory"),
-        (6, {"faults": {"deaths": [{"at_seconds": 1, "engine": 5}]}}, r"faults.deaths: engine 5 .*deaths_per_hour"),
+        (
+            6,
+            {"faults": {"deaths": [{"at_seconds": 1, "engine": 5}]}},
+            r"faults.deaths names engine 5, .*deaths_per_hour",
+        ),
     ],
 )
 def test_input_that_cannot_be_planned_is_refused(gpus: int, sections: dict[str, Any], sentence: str) -> None:

@@ -127,16 +127,16 @@ def test_wrong_index_of_weight_files_is_refused(tmp_path: Path) -> None:
             check_tensors(folder, "float32")
 
     write_index(folder, {"weight_map": {k: v for k, v in index["weight_map"].items() if k != name}})
-    refused(f"names wrong files for the tensors {name}")
+    refused(f"names files that do not contain the tensors {name}")
     write_index(folder, {"weight_map": {**index["weight_map"], "x": "a.safetensors"}})
-    refused("names wrong files for the tensors x")
+    refused("names files that do not contain the tensors x")
     write_index(folder, {"weight_map": {**index["weight_map"], "x": "c.safetensors"}})
     refused("weight files c.safetensors are missing")
     write_index(folder, {"weight_map": [1]})
     refused("is not a valid index of tensors")
     write_index(folder, index)
     save_file({**b, name: a[name] + 1}, folder / "b.safetensors", metadata={"format": "pt"})
-    refused(f"{name} is in a.safetensors and in b.safetensors")
+    refused(f"{name} is stored twice, in a.safetensors and in b.safetensors")
     save_file(b, folder / "b.safetensors", metadata={"format": "pt"})
     save_file({"x": torch.ones(1)}, folder / "other.safetensors")
     refused("other.safetensors does not belong to the policy's weights")
@@ -250,7 +250,7 @@ def test_token_without_an_embedding_row_is_refused(tmp_path: Path) -> None:
 def test_end_token_without_an_embedding_row_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "generation_config.json", eos_token_id=[END, 5000])
-    assert "end token 5000 is outside of the model's" in refusal(folder)
+    assert "end token 5000 does not exist in the model" in refusal(folder)
 
 
 @pytest.mark.parametrize("value", [-1, "x", 1.5, True, [END, None]])

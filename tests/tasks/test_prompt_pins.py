@@ -259,12 +259,12 @@ def test_unicode_line_separator_does_not_end_a_line() -> None:
         (b"\n \n", "the file has no lines"),
         (b"\xef\xbb\xbf", "the file has no lines"),
         (b'{"question": "\xff"}', "byte 14 is not UTF-8"),
-        (b'\n{"question": "1"}', "line 2 has no question and answer"),
-        (b'{"question": "1", "answer": null}', "line 1 has no question"),
-        (b'{"question": " ", "answer": 1}', "line 1 has no question"),
-        (b'{"question": "\\ud800", "answer": 1}', "line 1 has no question"),
-        (b"[1]", "line 1 has no question"),
-        (b"[" * 100_000, "line 1 has no question"),
+        (b'\n{"question": "1"}', "line 2 must have a question and an answer"),
+        (b'{"question": "1", "answer": null}', "line 1 must have a question"),
+        (b'{"question": " ", "answer": 1}', "line 1 must have a question"),
+        (b'{"question": "\\ud800", "answer": 1}', "line 1 must have a question"),
+        (b"[1]", "line 1 must have a question"),
+        (b"[" * 100_000, "line 1 must have a question"),
     ],
 )  # fmt: skip
 def test_error_names_an_invalid_prompt_file(file: bytes, words: str) -> None:
@@ -298,7 +298,7 @@ def test_run_stores_the_lines_that_remain_after_dropping_prompts(tmp_path: Path)
 def test_missing_held_out_prompts_are_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_bytes(content(3))
     source = {"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "held_out": 0.1}
-    with pytest.raises(ConfigError, match=r"evaluation\.prompts = 4: no prompt is held out .*prompts\.held_out"):
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts = 4: no prompt is held out, .*prompts\.held_out"):
         prepare_small(tmp_path, versions=1, prompts=[source])
 
 

@@ -122,7 +122,7 @@ def test_saved_data_set_is_read_by_its_splits() -> None:
     assert read(SAVED, columns=NAMES)[3] == {"question": "What is 3 + 1?", "answer": "4", "n": 3, "family": None}
     sentence = refuse(SAVED, columns=NAMES, split="valid")
     assert sentence.startswith("prompts.split = 'valid': ")
-    assert sentence.endswith("has only the splits train, test; name one")
+    assert sentence.endswith("has only the splits train, test; name one of them")
 
 
 def test_error_names_the_library_for_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:

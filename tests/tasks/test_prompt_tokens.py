@@ -68,4 +68,4 @@ def test_prompts_rendered_at_an_unknown_time_are_not_audited(
         patch.setattr("rollflow.flows.prepare.RunCreated", lambda **of: RunCreated(**of | {"single_start": False}))
         context = prepare(recipe_of(folder, chat=True), "recorded")
     expected = expected_of(context)
-    assert ("shows the time" in expected.unchecked, expected.is_thorough) == (reads_clock, not reads_clock)
+    assert ("writes the time" in expected.unchecked, expected.is_thorough) == (reads_clock, not reads_clock)

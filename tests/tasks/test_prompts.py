@@ -35,7 +35,7 @@ def sums(**changes: object) -> ReasoningGymPrompts:
 
 def test_error_says_that_no_training_question_is_left() -> None:
     made = order(sums(), held_out=200)
-    with pytest.raises(ConfigError, match=r"evaluation\.prompts: after \d+ held-out prompts nothing"):
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts: \d+ prompts are held out, and no other"):
         [made.prompt(i) for i in range(100)]
 
 
@@ -80,7 +80,7 @@ def test_prompts_of_a_file_are_issued_line_by_line_in_each_pass(tmp_path: Path) 
 
 def test_error_names_a_bad_line_of_a_prompt_file(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"question": "1", "answer": 1}\n{"question": "2"}\n')
-    with pytest.raises(ConfigError, match="line 2 has no question and answer"):
+    with pytest.raises(ConfigError, match="line 2 must have a question and an answer"):
         order(JsonlPrompts(path=str(tmp_path / "bad.jsonl")))
 
 

@@ -117,7 +117,7 @@ def test_weight_update_raises_when_the_last_engine_fails() -> None:
         alone = Noting()
         alone.fails.add("update")
         proxy = InferenceProxy([alone], 4)
-        with pytest.raises(EngineFailed, match=r"^no engine is left to run requests: no update$"):
+        with pytest.raises(EngineFailed, match=r"^no engine is left that can run requests: no update$"):
             await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
         waits = InferenceProxy([Noting()], 4, replacement_seconds=5.0)
         waits._queue.live[0].engine.fails.add("update")  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_first_requests_fail_if_no_engine_loads_weights() -> None:
         task = asking(proxy, "a")
         await asyncio.sleep(1.0)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        with pytest.raises(EngineFailed, match=r"^no engine is left to run requests: no fetch$"):
+        with pytest.raises(EngineFailed, match=r"^no engine is left that can run requests: no fetch$"):
             await task
         assert clock() == 6.0
 

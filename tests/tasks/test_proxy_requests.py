@@ -213,7 +213,7 @@ def test_failure_of_the_only_engine_fails_the_request() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Refusing()], 4)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        with pytest.raises(EngineFailed, match="no engine is left to run requests: refused"):
+        with pytest.raises(EngineFailed, match="no engine is left that can run requests: refused"):
             await proxy.generate(request("a"))
         assert (proxy.running, proxy.restarted) == (0, 1)
 

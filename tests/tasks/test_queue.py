@@ -107,14 +107,16 @@ def test_requests_without_engines_fail_with_the_reasons() -> None:
         await asyncio.sleep(3.0)
         late = asyncio.create_task(queue.take(queue.create_ticket(0)))
         for one in (*waiting, late):
-            with pytest.raises(EngineFailed, match=r"^no engine is left to run requests: out of memory; hung$"):
+            with pytest.raises(EngineFailed, match=r"^no engine is left that can run requests: out of memory; hung$"):
                 await one
         assert clock() - began == PATIENCE  # counted from the first waiting request
         assert queue.waiting == 0
         with pytest.raises(EngineFailed):
             await queue.take(queue.create_ticket(0))
         assert clock() - began == 2 * PATIENCE
-        assert str(queue_of().build_no_engine_error()) == "no engine is left to run requests: no engine has started"
+        assert (
+            str(queue_of().build_no_engine_error()) == "no engine is left that can run requests: no engine has started"
+        )
 
     virtual(main)
 

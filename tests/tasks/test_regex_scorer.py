@@ -72,7 +72,7 @@ def test_prompt_row_without_a_regular_expression_is_an_error(reference: Keys) ->
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"pattern": "("}, "pattern = '\\('.*no regular expression"),
+        ({"pattern": "("}, "pattern = '\\('.*not a valid regular expression"),
         ({"pattern": "a", "group": "year"}, "group = 'year'.*no group"),
     ],
 )

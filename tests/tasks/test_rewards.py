@@ -215,11 +215,11 @@ async def test_reward_workers_start_early_and_after_deaths(folder: Path) -> None
     ("worker", "start_seconds", "words"),
     [
         ("print('RuntimeError: no judge here')", HANG_SECONDS, "RuntimeError: no judge here"),
-        ("raise SystemExit(3)", HANG_SECONDS, "the worker ended with exit code 3"),
+        ("raise SystemExit(3)", HANG_SECONDS, "the scorer's worker process ended with exit code 3"),
         (
             "import time; time.sleep(600)",
             0.2,
-            r"the worker did not start within reward\.start_seconds = 0\.2; set more seconds",
+            r"the scorer's worker process did not start within reward\.start_seconds = 0\.2; set more seconds",
         ),
     ],
 )

@@ -152,10 +152,10 @@ def test_role_continues_its_context_and_prompt() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("", "the name of a role has 0 characters, and not 1 to 100"),
-        ("x" * 101, "the name of a role has 101 characters"),
+        ("", "the name of a role must have 1 to 100 characters, not 0"),
+        ("x" * 101, "the name of a role must have 1 to 100 characters, not 101"),
         ("\ud800", "surrogates not allowed"),
-        (3, "the name of a role is a int, not a string"),
+        (3, "the name of a role must be a string, not a int"),
     ],
 )
 def test_role_with_an_invalid_name_is_an_error(name: Any, reason: str) -> None:
@@ -177,7 +177,7 @@ def test_reward_of_a_role_without_a_turn_is_an_error() -> None:
             episode.reward(1.0)
             return None
 
-    with pytest.raises(ValueError, match="the episode has no turn yet"):
+    with pytest.raises(ValueError, match="the episode has no turn that could get the reward yet"):
         play(Early(), Sampler())
 
 
@@ -191,7 +191,7 @@ def test_prompt_is_replaced_only_before_the_first_turn() -> None:
             episode.replace_prompt([7])
             return None
 
-    with pytest.raises(ValueError, match="the prompt cannot grow by"):
+    with pytest.raises(ValueError, match="the prompt cannot become longer by"):
         play(Late(), Sampler())
 
 

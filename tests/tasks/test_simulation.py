@@ -243,7 +243,7 @@ def test_simulated_timeline_shows_each_busy_interval() -> None:
 
 
 def test_hardware_file_that_does_not_fit_the_recipe_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the simulation has engines 0 to 1"):
+    with pytest.raises(ConfigError, match="the simulation has no such engine; name one from 0 to 1"):
         simulate(recipe(), hardware(faults={"deaths": [{"at_seconds": 1.0, "engine": 7}]}))
     with pytest.raises(ConfigError, match=r"learner.colocated = True: at async_ratio = 1"):
         simulate(recipe(), hardware(learner={"colocated": True}))

@@ -144,13 +144,19 @@ def test_step_ends_are_positions_in_the_scored_text(tokenizer: PolicyTokenizer) 
 @pytest.mark.parametrize(
     ("score", "reason"),
     [
-        (Score(1.0, token_values=[0.5]), "the score has 1 token values for a response of 3 tokens"),
-        (Score(1.0, token_values=[0.5] * 4), "the score has 4 token values for a response of 3 tokens"),
+        (Score(1.0, token_values=[0.5]), "the score has 1 token values, but the response has 3 tokens"),
+        (Score(1.0, token_values=[0.5] * 4), "the score has 4 token values, but the response has 3 tokens"),
         (Score(1.0, token_values=[0.5, math.nan, 0.5]), "a token value is nan, which is not a finite float32 number"),
         (Score(1.0, token_values=[0.5, 1e39, 0.5]), "a token value is 1e+39, which is not a finite float32 number"),
-        (Score(1.0, token_values=["1"] * 3), "a token value is a str, not a number"),  # type: ignore[list-item]
-        (Score(1.0, step_values=[(4, 1.0)]), "a step ends after 4 characters of a text of 3 characters"),
-        (Score(1.0, step_values=[(0, 1.0)]), "a step ends after 0 characters of a text of 3 characters"),
+        (Score(1.0, token_values=["1"] * 3), "a token value must be a number, not a str"),  # type: ignore[list-item]
+        (
+            Score(1.0, step_values=[(4, 1.0)]),
+            "a step must end after 1 to 3 characters, the length of the text, but one ends after 4",
+        ),
+        (
+            Score(1.0, step_values=[(0, 1.0)]),
+            "a step must end after 1 to 3 characters, the length of the text, but one ends after 0",
+        ),
         (Score(1.0, step_values=[(1, math.inf)]), "a step value is inf, which is not a finite float32 number"),
         (Score(1.0, step_values=[(1.5, 1.0)]), "'float' object cannot be interpreted as an integer"),  # type: ignore[list-item]
         (Score(1.0, step_values=[1.0]), "cannot unpack non-iterable float object"),  # type: ignore[list-item]
@@ -243,7 +249,7 @@ def test_composite_without_a_required_part_has_no_values(tokenizer: PolicyTokeni
 
 def test_composite_fails_if_parts_have_unequal_token_counts(tokenizer: PolicyTokenizer) -> None:
     found = scored(composite("each_token", "one_token_value"), tokenizer, "5.5")
-    assert "the parts have token values for 3, 1 tokens" in found.reason
+    assert "the parts give values for different numbers of tokens (3, 1)" in found.reason
     assert not found.has_token_values
 
 
@@ -396,8 +402,11 @@ async def test_token_rewards_of_several_turns_are_stored(wrap: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"token_values": [1.0]}, "the score has 1 token values for a response of 7 tokens"),
-        ({"step_values": [(1, 1.0)]}, "an environment returned a score with step_values; return token_values"),
+        ({"token_values": [1.0]}, "the score has 1 token values, but the response has 7 tokens"),
+        (
+            {"step_values": [(1, 1.0)]},
+            "an environment returned a score with step_values, which only scorers may use; return",
+        ),
         ({"token_values": [math.inf] * 7}, "a token value is inf"),
     ],
 )

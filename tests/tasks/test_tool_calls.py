@@ -39,15 +39,21 @@ def test_tool_calls_after_the_thought_are_read_in_order() -> None:
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        ('<tool_call>{"name": "a"}', "a tool call has no </tool_call>"),
+        ('<tool_call>{"name": "a"}', "a tool call does not end with </tool_call>"),
         ("<tool_call>{</tool_call>", "Expecting property name"),
         ("<tool_call></tool_call>", "Expecting value"),
-        ("<tool_call>[1]</tool_call>", "a tool call is no object with a name"),
-        ('<tool_call>{"name": 1}</tool_call>', "a tool call is no object with a name"),
-        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "the arguments of a are no object"),
-        ('<tool_call>{"name": "a", "arguments": "[1]"}</tool_call>', "the arguments of a are no object"),
+        ("<tool_call>[1]</tool_call>", "a tool call must be a JSON object with a name"),
+        ('<tool_call>{"name": 1}</tool_call>', "a tool call must be a JSON object with a name"),
+        (
+            '<tool_call>{"name": "a", "arguments": [1]}</tool_call>',
+            "the arguments of the tool call a must be a JSON object",
+        ),
+        (
+            '<tool_call>{"name": "a", "arguments": "[1]"}</tool_call>',
+            "the arguments of the tool call a must be a JSON object",
+        ),
         ('<tool_call>{"name": "a", "arguments": "{"}</tool_call>', "Expecting property name"),
-        ("<tool_call>NaN</tool_call>", "a tool call is no object with a name"),
+        ("<tool_call>NaN</tool_call>", "a tool call must be a JSON object with a name"),
         ("<tool_call>\ud800</tool_call>", "Expecting value"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion"),
         ('<tool_call>{"name": "a", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>", "Exceeds the limit"),

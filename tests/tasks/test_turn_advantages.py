@@ -404,7 +404,5 @@ def test_objective_that_does_not_fit_the_environment_is_refused(
 def test_credit_by_state_without_state_names_is_refused() -> None:
     objective = PartsObjective.model_validate({"advantage": {"credit": "state"}})
     check_states(objective, has_states=True)
-    with pytest.raises(
-        ConfigError, match=r"advantage.credit = \"state\": the environment names no state of a turn; let"
-    ):
+    with pytest.raises(ConfigError, match=r"advantage.credit = \"state\" needs an environment that names the state"):
         check_states(objective, has_states=False)

@@ -139,7 +139,7 @@ def test_learner_refuses_credit_by_state_without_state_names(folder: Path) -> No
             for row in batch.groups()[0].trajectories[:1]
         ]
     )
-    with pytest.raises(ConfigError, match='credit = "state": the environment names no state of a turn'):
+    with pytest.raises(ConfigError, match='credit = "state" needs an environment that names the state of each turn'):
         made.step(bare, 0)
 
 

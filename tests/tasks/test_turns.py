@@ -163,8 +163,8 @@ class Wrong(Environment):
     ("call", "reason"),
     [
         ("infinite", "ValueError: the reward of a turn is inf, which is not a finite float32 number"),
-        ("text", "TypeError: the reward of a turn is a str, not a number"),
-        ("state", "TypeError: the key of a state is a int, not a string"),
+        ("text", "TypeError: the reward of a turn must be a number, not a str"),
+        ("state", "TypeError: the key of a state must be a string, not a int"),
     ],
 )
 def test_invalid_reward_of_a_turn_fails_its_episode(call: str, reason: str) -> None:
@@ -175,7 +175,9 @@ def test_invalid_reward_of_a_turn_fails_its_episode(call: str, reason: str) -> N
 
 
 def test_reward_before_the_first_turn_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the episode has no turn yet; give a reward after `generate`"):
+    with pytest.raises(
+        ValueError, match="the episode has no turn that could get the reward yet; give a reward after `generate`"
+    ):
         play(Wrong("early"))
 
 

@@ -184,7 +184,7 @@ def test_last_token_is_reported_only_at_the_end_of_a_response(folder: Path, end:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens but 1 log-probs")])
+@pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens and 1 log-probs")])
 def test_unreadable_vllm_output_fails_the_engine(folder: Path, logprobs: tuple[float, ...] | None, why: str) -> None:
     """Unreadable output is no error of the caller, and earlier tokens are known, so another engine can continue."""
 

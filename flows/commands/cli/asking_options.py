@@ -28,7 +28,9 @@ def add_asking(commands: Commands) -> None:
     add_recipe_arguments(play)
     player = play.add_mutually_exclusive_group()
     player.add_argument("--random", action="store_true", help="play with a policy that draws each token at random")
-    player.add_argument("--run", metavar="RUN", help="play with a version of this run, or with a Hugging Face folder")
+    player.add_argument(
+        "--run", metavar="RUN", help="let a policy play: a version of this run, or a Hugging Face folder"
+    )
     player.add_argument("--endpoint", metavar="URL", help="let a model behind this OpenAI-compatible endpoint play")
     play.add_argument("--version", type=int, metavar="V", help="policy version of --run (default: the newest)")
     add_store_argument(play, "the run of --run")

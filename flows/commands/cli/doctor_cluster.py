@@ -32,8 +32,8 @@ def command(options: argparse.Namespace) -> int:
     address, store = config.cluster.address, store_uri(config)
     if address == "auto":
         raise ConfigError(
-            'cluster.address = "auto": a private cluster is this machine, which `rollflow doctor` checks; give the '
-            "address of another cluster with --set cluster.address=HOST:PORT"
+            'cluster.address = "auto" means a private cluster on this machine, which `rollflow doctor` checks; to '
+            "check another cluster, give its address with --set cluster.address=HOST:PORT"
         )
     check_ray(address)
     check_membership(address)

@@ -51,7 +51,7 @@ SECOND = {
 def check_earlier_name(arguments: Sequence[str]) -> None:
     """Reject an old name of a renamed command, with an error that gives the new name."""
     if arguments and (new := EARLIER.get(arguments[0])):
-        raise ConfigError(f"`rollflow {arguments[0]}` is now `rollflow {new}`")
+        raise ConfigError(f"`rollflow {arguments[0]}` was renamed; write `rollflow {new}`")
 
 
 def move_version(options: argparse.Namespace) -> None:

@@ -289,7 +289,8 @@ def _add_planning(commands: Commands) -> None:
         "--max-bias",
         type=float,
         metavar="SHARE",
-        help="largest allowed relative bias of the mean response length (default: 0.02)",
+        help="largest allowed difference between the mean lengths of trained and of all responses, as a share of "
+        "the mean length of all responses (default: 0.02)",
     )
     search.add_argument(
         "--max-waste", type=float, metavar="SHARE", help="largest allowed share of discarded tokens (default: 0.15)"

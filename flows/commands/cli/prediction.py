@@ -96,7 +96,8 @@ def read_recorded(context: RunContext) -> list[RecordedVersion]:
     first, newest = WARM_UP + context.config.capacity, context.policies.newest()
     if newest - first < FEWEST:
         raise ConfigError(
-            f"run {context.run_id!r} has {max(newest, 0)} versions; a prediction needs at least {first + FEWEST}"
+            f"run {context.run_id!r} has only {max(newest, 0)} versions, but a prediction needs at least "
+            f"{first + FEWEST}; name a run with more versions"
         )
     return [_read_version(context, before, after) for before, after in pairwise(context.policies.since(first - 1))]
 

@@ -1,6 +1,6 @@
 """Implements `rollflow log --processes`, which prints the log lines that a run's processes wrote on this machine.
-`rollflow run` writes one log file for its run; `rollflow serve` writes one file for all runs, of which only the lines
-of the given run are printed.
+`rollflow run` writes one log file for its run; `rollflow serve` writes one file for all runs, and this module prints
+only the lines of the run that the user names.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def print_process_log(context: RunContext, *, follow: bool, as_json: bool) -> No
         found = True
     if not found:
         raise ConfigError(
-            f"run {context.run_id}: {run_home() / 'logs'} has no line of this run; use the machine on which the run "
-            "was started, or the run's page in Prefect"
+            f"the log files in {run_home() / 'logs'} have no line of run {context.run_id}; use the machine on "
+            "which the run was started, or the run's page in Prefect"
         )
 
 

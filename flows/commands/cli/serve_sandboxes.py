@@ -28,7 +28,10 @@ def command(options: argparse.Namespace) -> int:
     config = read_sandbox_config(options.sandboxes, options.set)
     host, port = options.host or HOST, PORT if options.port is None else options.port
     if options.no_token and not is_loopback(host):
-        raise ConfigError(f"--no-token with --host {host}: other machines could run programs; leave out one of them")
+        raise ConfigError(
+            f"--no-token with --host {host}: without a token, other machines could run programs on this one; "
+            "leave out one of the two options"
+        )
     path = options.token_file or run_home() / TOKEN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     token = None if options.no_token else read_token(path)
@@ -57,5 +60,8 @@ def read_sandbox_config(recipe: Path, overrides: list[str]) -> SandboxBase:
     if not isinstance(config.reward, CodeReward):
         raise ConfigError(f'reward.kind = "{config.reward.kind}" has no sandboxes; use reward.kind = "code"')
     if not isinstance(config.reward.sandbox, SandboxBase):
-        raise ConfigError(f'reward.sandbox.kind = "{config.reward.sandbox.kind}" is served elsewhere; use another kind')
+        raise ConfigError(
+            f'reward.sandbox.kind = "{config.reward.sandbox.kind}" uses the sandboxes of another server, so there '
+            "is nothing to serve here; use another kind"
+        )
     return config.reward.sandbox

@@ -90,15 +90,22 @@ def _check_sections(tree: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         if name not in SECTIONS:
             raise ConfigError(
-                f"{name}: a settings file has only [variables], [store], [cluster] and [tracking]; remove {name}"
+                f"{name} is not a section of a settings file, which may contain only [variables], [store], "
+                f"[cluster] and [tracking]; remove {name}"
             )
         if not isinstance(section, dict):
-            raise ConfigError(f"{name} is a value, not a section; write [{name}] above its keys")
+            raise ConfigError(
+                f"{name} must be a section of the settings file, but it is set to a value; write [{name}], and "
+                "its keys below"
+            )
 
 
 def _check_variables(variables: object) -> None:
     if not isinstance(variables, dict):
-        raise ConfigError("variables is a value, not a section; write [variables] above the names")
+        raise ConfigError(
+            "variables must be a section of the settings file, but it is set to a value; write [variables], and "
+            "the names below"
+        )
     for name, value in variables.items():
         key = f"variables.{name}"
         if name not in VARIABLES:  # The error message does not show the variable's value, which may be a secret.
@@ -109,7 +116,7 @@ def _check_variables(variables: object) -> None:
                 )
             close = difflib.get_close_matches(name, VARIABLES, n=1)
             cure = f"did you mean {close[0]}?" if close else "remove it"
-            raise ConfigError(f"{key}: rollflow reads no such variable; {cure}")
+            raise ConfigError(f"{key}: rollflow reads no environment variable of this name; {cure}")
         if not isinstance(value, str):
             raise ConfigError(f'{key} = {json.dumps(value, default=str)} is not text; write "{value}"')
         _check_address(key, value)

@@ -119,8 +119,8 @@ async def _watch(answering: asyncio.Task[Any], report: EvaluationReport, patienc
             done, since = report.done, time.monotonic()
         elif time.monotonic() - since > patience and not answering.done():
             raise Unreachable(
-                f"no response was finished within rollout.patience_seconds = {patience:g}; the engine, the environment "
-                "or the scorer hangs"
+                f"no response was finished within rollout.patience_seconds = {patience:g}; check whether the "
+                "engine, the environment or the scorer hangs, or raise this key"
             )
     answering.result()
 

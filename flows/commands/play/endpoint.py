@@ -69,7 +69,9 @@ class EndpointPlayer:
         if answer.status_code != httpx.codes.OK:
             said = " ".join(answer.text.split())[:LONGEST_ANSWER]
             cure = "correct --endpoint, --model or --token-env"
-            raise ConfigError(f"--endpoint {self.url}: status {answer.status_code}: {said}; {cure}")
+            raise ConfigError(
+                f"--endpoint {self.url}: the endpoint answers with status {answer.status_code} ({said}); {cure}"
+            )
         return answer
 
 

@@ -63,7 +63,10 @@ class Game:
             async with asyncio.timeout(patience):
                 score = await episode.play(self.recipe.environment)
         except TimeoutError:
-            raise Unreachable(f"episode {number} did not end within rollout.patience_seconds = {patience:g}") from None
+            raise Unreachable(
+                f"episode {number} did not end within rollout.patience_seconds = {patience:g}; raise this key if "
+                "the episode needs more time"
+            ) from None
         if score is None:
             return
         self._show_messages(conversation.read_context(episode.prompt.input.flat + episode.response))

@@ -69,7 +69,8 @@ def select_versions(context: RunContext, options: argparse.Namespace) -> Sequenc
     version = int(options.version)
     if not 0 < version <= newest:
         raise ConfigError(
-            f"version {version} was trained on no batch; run {context.run_id!r} has versions 1 to {newest}"
+            f"VERSION = {version}: run {context.run_id!r} has not trained this version; give a version from 1 to "
+            f"{newest}"
         )
     return [version]
 
@@ -86,7 +87,10 @@ def choose_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         key = override.partition("=")[0].strip()
         if not key.startswith(("reward.", "rewards.")):
-            raise ConfigError(f"--set {override}: only keys of [reward] and [rewards.NAME] decide scores; leave it out")
+            raise ConfigError(
+                f"--set {override}: here only keys of [reward] and [rewards.NAME] can be set, because they decide "
+                "scores; leave this one out"
+            )
         if found := KIND.match(override):
             _change_kind(tree, found[2], found[3])
     return override_config(tree, overrides) if overrides else config

@@ -36,12 +36,16 @@ def replay_named(context: RunContext, what: str | None) -> FrameTaker:
     key, attempts = GroupKey(prompt, attempt), list_fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
     if not isinstance(fate := attempts[key], Consumed | AwaitingTraining):
-        raise ConfigError(f"attempt {prompt}.{attempt} was never committed, so it has no frames; leave out --frames")
+        raise ConfigError(
+            f"attempt {prompt}.{attempt} is in no batch of the run, so its frames cannot be shown; leave out --frames"
+        )
     batch = batch_of(context, fate)
     [first] = trajectories_of(context, key, batch, sample)
     if first.branch is not None:
         parent = f"{prompt}.{attempt}.{first.branch.parent}"
-        raise ConfigError(f"sample {sample} is a branch, and --frames shows a whole episode; name {parent}")
+        raise ConfigError(
+            f"sample {sample} is a branch of an episode, but --frames shows only whole episodes; name {parent}"
+        )
     every = trajectories_of(context, key, batch, None)
     return replay_frames(context, key, list_branches(every, first), FrameTaker(), REPLAY_SECONDS)
 

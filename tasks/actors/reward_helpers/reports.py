@@ -63,7 +63,9 @@ class HelperReports:
         self._ended = HelperReport(busy, self._ended.worker_seconds + report.worker_seconds)
 
     def sum(self) -> HelperReport:
-        """Return the summed times of all helpers, with costs, warnings and sandboxes of the running helpers."""
+        """Return the times summed over all helpers, ended ones included, and the costs, warnings and sandboxes of the
+        running helpers only.
+        """
         running = list(self._reports.values())
         return HelperReport(
             sum((report.busy_seconds for report in running), self._ended.busy_seconds),

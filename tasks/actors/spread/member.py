@@ -74,7 +74,7 @@ class FleetActor:
                 async with asyncio.timeout(START_SECONDS):
                     self._use_node(await begin(self._actor))
             except TimeoutError:
-                raise PlaceLost(f"it did not start within {START_SECONDS:g} s") from None
+                raise PlaceLost(f"the actor did not start within {START_SECONDS:g} s") from None
 
     async def _call(self, call: Awaitable[Answer], seconds: float) -> Answer:
         """Return the result of a call; raise `PlaceLost` if the actor is gone or does not answer in these seconds."""
@@ -107,10 +107,10 @@ def report_lost_actors() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise PlaceLost("it does not answer") from None
+        raise PlaceLost("the actor does not answer") from None
     except ray.exceptions.RayTaskError as error:
-        raise PlaceLost(f"a call failed with {error.cause!r}") from None
+        raise PlaceLost(f"a call of the actor failed with {error.cause!r}") from None
     except ray.exceptions.RayError as error:
         lines = (str(error).strip() or type(error).__name__).splitlines()
         failed = isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed
-        raise PlaceLost(f"its start failed with {lines[-1]}" if failed else lines[0]) from None
+        raise PlaceLost(f"the start of the actor failed with {lines[-1]}" if failed else lines[0]) from None

@@ -126,7 +126,7 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
         if request.id in self._running:
-            raise ValueError(f"request {request.id} is already running")
+            raise ValueError(f"request {request.id!r} is already running; give each request its own id")
         prefix, prompt = request.prefix, request.prompt.read_tokens("the vLLM engine")
         with self._translate_death():
             response = self._responses.create(
@@ -209,7 +209,7 @@ class VllmEngine:
 
     def check(self) -> None:
         if self._llm is None:
-            raise EngineFailed("the vLLM engine is closed, or it was never started")
+            raise EngineFailed("the vLLM engine cannot be used, because it was closed or never started")
         if self._llm.errored:
             raise EngineFailed("vLLM's engine process died")
 

@@ -61,7 +61,10 @@ class Response:
         if tokens := output.new_token_ids:
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # column 0 holds the log-prob of the sampled token
             if len(logprobs) != len(tokens):
-                raise EngineFailed(f"vLLM returned {len(tokens)} tokens but {len(logprobs)} log-probs")
+                raise EngineFailed(
+                    f"vLLM must return one log-prob for each token, but returned {len(tokens)} tokens and "
+                    f"{len(logprobs)} log-probs"
+                )
             if end := self._watch.find_end(tokens):
                 tokens, logprobs = tokens[:end], logprobs[:end]
             if not self._spans or self._spans[-1][0] != version:

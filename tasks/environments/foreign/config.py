@@ -96,7 +96,12 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
         for key in ("interpreter", "folder"):
             value = getattr(self, key)
             if value and not Path(value).is_absolute():
-                refuse(key, value, "the processes of a run have other working folders; write an absolute path")
+                refuse(
+                    key,
+                    value,
+                    "must be an absolute path, because the processes of a run have other working folders; write "
+                    "an absolute path",
+                )
         return self
 
     @property
@@ -176,9 +181,11 @@ class GymnasiumEnvironment(ForeignEnvironment):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         if (self.id is None) == (self.path is None):
-            refuse("id", self.id, "set either id or path, to say which environment")
+            refuse("id", self.id, "exactly one of id and path must be set, to say which environment is played")
         if self.actions and self.act:
-            refuse("act", self.act, "the key actions says already what a text means; remove one of them")
+            refuse(
+                "act", self.act, "the key actions says already which action a text means; remove one of the two keys"
+            )
         return self
 
     @property

@@ -57,8 +57,8 @@ class Guest:
         packet = pack_packet(dict(self._spec))
         if len(packet) > LONGEST_PACKET:
             raise ConfigError(
-                f"environment.options: the options have {len(packet)} bytes as JSON, and a worker process takes "
-                f"{LONGEST_PACKET}; put the data into a file"
+                f"environment.options: the options have {len(packet)} bytes as JSON, more than the "
+                f"{LONGEST_PACKET} that a worker process can take; put the data into a file"
             )
         try:
             self._process = await asyncio.to_thread(self._run_keeper)
@@ -211,7 +211,7 @@ def decode_line(line: bytes) -> Mapping[str, Any]:
     try:
         found = json.loads(line)
     except RecursionError:
-        raise ValueError("the answer is nested too deeply") from None
+        raise ValueError("the answer of the worker process is nested too deeply to be read as JSON") from None
     if not isinstance(found, dict):
-        raise ValueError("the answer is no JSON object")
+        raise ValueError("the answer of the worker process is not a JSON object")
     return found

@@ -43,13 +43,13 @@ class GuestWorld(World):
         try:
             self._socket = await self._guest.open_episode(self._number)
         except OSError as error:
-            raise WorldEnded(Outcome.UNJUDGED, f"its process did not start ({error})") from None
+            raise WorldEnded(Outcome.UNJUDGED, f"the environment's process did not start ({error})") from None
 
     async def exchange_line(self, line: bytes, what: str, seconds: float | None = None) -> Mapping[str, Any]:
         """Send a request as a line, and return the answer, as `World.exchange_line` specifies."""
         left, late = self._bound_seconds(what, seconds)
         if self._socket is None:
-            raise WorldEnded(Outcome.UNJUDGED, f"its process had ended before {what}")
+            raise WorldEnded(Outcome.UNJUDGED, f"the environment's process had ended before {what}")
         began = time.monotonic()
         try:
             async with asyncio.timeout(left):
@@ -63,7 +63,7 @@ class GuestWorld(World):
             raise await self._find_end(what) from None
         except ValueError:
             outcome = Outcome.UNJUDGED if what in OPENING else Outcome.KILLED
-            raise self._end(outcome, f"its process wrote no valid answer to {what}") from None
+            raise self._end(outcome, f"the environment's process wrote no valid answer to {what}") from None
         finally:
             used = time.monotonic() - began
             self._health.seconds += used
@@ -97,7 +97,7 @@ class GuestWorld(World):
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
             if searched > LONGEST_LINE:
-                raise ValueError("the line is too long")
+                raise ValueError(f"the environment's process wrote a line of more than {LONGEST_LINE} bytes")
             part = await loop.sock_recv(self._socket, CHUNK)
             if not part:
                 raise EOFError

@@ -63,9 +63,9 @@ class GymnasiumEpisodes(ForeignEpisodes):
             return f"error: {answer['invalid']}"
         reward, text = answer.get("reward"), answer.get("text")
         if not isinstance(reward, int | float) or not isinstance(text, str):
-            raise WorldEnded(Outcome.KILLED, "its process wrote no valid answer to step")
+            raise WorldEnded(Outcome.KILLED, "the environment's process wrote no valid answer to step")
         if not abs(reward) <= LARGEST:
-            raise CallFailed(f"the reward of a step is {reward}, which is no finite number")
+            raise CallFailed(f"the reward of a step is {reward}, which is not a finite number")
         episode.enter_state(text)
         progress.earned += reward
         if self._config.rewards == "turns":

@@ -114,7 +114,9 @@ class WorldPool:
             await asyncio.shield(self._launch)  # if this episode is cancelled, other episodes still wait for the start
         except OSError as error:
             await guest.close()
-            raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None
+            raise WorldEnded(
+                Outcome.UNJUDGED, f"the worker process of the environment could not be started ({error})"
+            ) from None
         self._check_ready(await self._wait_ready(guest))
         return guest
 
@@ -126,14 +128,16 @@ class WorldPool:
         except TimeoutError:
             self._health.hangs += 1
             await guest.close()
-            raise WorldEnded(Outcome.UNJUDGED, f"the import took more than start_seconds = {seconds:g}") from None
+            raise WorldEnded(
+                Outcome.UNJUDGED, f"the import of the environment took more than start_seconds = {seconds:g}"
+            ) from None
         finally:
             if guest.ready.done() and "error" in guest.ready.result():
                 await guest.close()  # the next episode imports the environment again
 
     def _check_ready(self, found: Mapping[str, Any]) -> None:
         if "error" in found:
-            raise WorldEnded(Outcome.UNJUDGED, f"the import failed with {found['error']}")
+            raise WorldEnded(Outcome.UNJUDGED, f"the import of the environment failed with {found['error']}")
         if found.get("threads") and not self._is_slow:
             self._is_slow = True
             logging.getLogger(__name__).warning(

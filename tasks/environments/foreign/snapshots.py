@@ -40,7 +40,7 @@ async def restore_world(episode: Episode, world: World) -> float | None:
         fields = unpack_snapshot(episode.snapshot)
         total = float(fields.pop("total"))
     except (ValueError, TypeError, KeyError) as error:
-        raise SnapshotRejected(f"the snapshot cannot be read ({error})") from error
+        raise SnapshotRejected(f"the snapshot of the environment cannot be read ({error})") from error
     await world.restore(fields)
     return total
 
@@ -60,5 +60,5 @@ def unpack_snapshot(snapshot: bytes) -> dict[str, Any]:
     line, _, data = snapshot.partition(b"\n")
     fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise ValueError("it does not begin with a JSON object")
+        raise ValueError("the snapshot does not begin with a JSON object")
     return {**fields, "data": base64.b64encode(data).decode()}

@@ -65,7 +65,7 @@ class World:
         """
         self.described = await self._ask({"do": "open", "seed": seed, **self.opening}, seconds)
         if not _are_tools(self.described.get("tools", [])):
-            raise self._end(Outcome.UNJUDGED, "its process described its tools by no list of schemas")
+            raise self._end(Outcome.UNJUDGED, "the environment's process described its tools not as a list of schemas")
         return self.described
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
@@ -95,7 +95,9 @@ class World:
         """Return the reward that the environment computes for the episode."""
         value = (await self._step({"do": "reward"})).get("value")
         if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > LARGEST):
-            raise self._end(Outcome.KILLED, "its process wrote a reward that is no number, or a too large one")
+            raise self._end(
+                Outcome.KILLED, "the environment's process wrote a reward that is not a number, or is too large"
+            )
         return float(value)
 
     async def take_snapshot(self) -> Mapping[str, Any] | None:
@@ -108,7 +110,7 @@ class World:
             logging.getLogger(__name__).warning("environment.%s: no snapshot was stored: %s", self._health.name, failed)
             return None
         if not isinstance(answer.get("data"), str):
-            raise self._end(Outcome.KILLED, "its process wrote a snapshot without data")
+            raise self._end(Outcome.KILLED, "the environment's process wrote a snapshot without data")
         return answer
 
     async def restore(self, fields: Mapping[str, Any]) -> None:
@@ -162,14 +164,14 @@ class World:
             raise self._judge_part(answer, what)
         if "error" in answer:
             if what in OPENING:
-                raise self._end(Outcome.UNJUDGED, f"{what} failed with {answer['error']}")
+                raise self._end(Outcome.UNJUDGED, f"the environment's {what} failed with {answer['error']}")
             raise CallFailed(str(answer["error"]))
         return answer
 
     def _read_text(self, answer: Mapping[str, Any]) -> str | None:
         text = answer.get("text")
         if text is not None and not isinstance(text, str):
-            raise self._end(Outcome.UNJUDGED, "its process wrote an observation that is no text")
+            raise self._end(Outcome.UNJUDGED, "the environment's process wrote an observation that is not text")
         return text
 
     def _end(self, outcome: Outcome, reason: str) -> WorldEnded:

@@ -107,7 +107,7 @@ def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
         modes = (getattr(creator, "metadata", None) or {}).get("render_modes", ())
         return gymnasium.make(spec["id"], **{**choose_mode(modes, wanted), **options})
     except gymnasium.error.Error as error:
-        raise EnvironmentFault(f"gymnasium cannot make the environment ({error})") from error
+        raise EnvironmentFault(f"gymnasium cannot create the environment ({error})") from error
 
 
 def choose_mode(modes: Sequence[str], wanted: Sequence[str]) -> Fields:

@@ -70,7 +70,9 @@ class McpConnection:
                 env={**variables, **spec["env"]},
             )
         except (OSError, ValueError) as error:
-            raise EnvironmentFault(f"the command {spec['command'][0]!r} cannot be started ({error})") from error
+            raise EnvironmentFault(
+                f"the command {spec['command'][0]!r} of the MCP server cannot be started ({error})"
+            ) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -118,7 +120,7 @@ class McpConnection:
             raise RequestRefused(str(error.get("message") or "the server refused the request")[:LONGEST_TEXT])
         result = message.get("result")
         if not isinstance(result, dict):
-            raise self._fail("has answered without a result")
+            raise self._fail("has answered a request without a result")
         return result
 
     def _answer(self, request: Mapping[str, Any]) -> None:
@@ -149,7 +151,7 @@ class McpConnection:
                     return self._decode(line)
                 continue
             if len(self._unread) > LONGEST_LINE:
-                raise self._fail("has written a line that is too long")
+                raise self._fail(f"has written a line of more than {LONGEST_LINE} bytes")
             if not self._pump([self._input] if self._unsent else []):
                 raise self._find_end()
 
@@ -160,7 +162,7 @@ class McpConnection:
             message = None
         if not isinstance(message, dict) or message.get("jsonrpc") != "2.0":
             shown = line[:SHOWN].decode(errors="replace")
-            raise self._fail(f"has written a line that is no JSON-RPC message: {shown!r}")
+            raise self._fail(f"has written a line that is not a JSON-RPC message: {shown!r}")
         return message
 
     def _pump(self, writes: list[int]) -> bool:
@@ -234,7 +236,7 @@ class McpGuest:
             self._server.notify("notifications/initialized")
             tools = [convert_tool(tool, self._prefix) for tool in self._list_tools()]
         except RequestRefused as error:
-            raise EnvironmentFault(f"the server refused a request ({error})") from error
+            raise EnvironmentFault(f"the MCP server refused a request ({error})") from error
         except ServerEnded as ended:
             raise EnvironmentFault(f"{ended}, and said: {ended.said}") from ended
         return {"tools": tools, "has_reward": False}
@@ -266,7 +268,7 @@ class McpGuest:
             if not cursor:
                 return tools
             params = {"cursor": cursor}
-        raise EnvironmentFault(f"the list of the server's tools has more than {MOST_PAGES} pages")
+        raise EnvironmentFault(f"the list of the MCP server's tools has more than {MOST_PAGES} pages")
 
 
 def convert_tool(tool: Any, prefix: str) -> Fields:
@@ -276,10 +278,10 @@ def convert_tool(tool: Any, prefix: str) -> Fields:
         EnvironmentFault: the tool has no name or no schema.
     """
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-        raise EnvironmentFault("the server offers a tool without a name")
+        raise EnvironmentFault("the MCP server offers a tool without a name; each tool needs a name")
     parameters = tool.get("inputSchema")
     if not isinstance(parameters, dict):
-        raise EnvironmentFault(f"the server's tool {tool['name']!r} has no inputSchema")
+        raise EnvironmentFault(f"the tool {tool['name']!r} of the MCP server has no inputSchema; each tool needs one")
     described = {"name": prefix + tool["name"], "description": str(tool.get("description") or "")}
     return {"type": "function", "function": {**described, "parameters": parameters}}
 

@@ -36,7 +36,10 @@ def build_schema(name: str, method: Callable[..., Any]) -> Fields:
     required: list[str] = []
     for argument, parameter in inspect.signature(method).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise EnvironmentFault(f"the tool {name} takes *{argument}; name each argument of a tool")
+            raise EnvironmentFault(
+                f"the tool {name} takes *{argument}, which the policy cannot fill in by name; name each argument "
+                "of a tool"
+            )
         if argument not in hints:
             raise EnvironmentFault(f"the argument {argument} of the tool {name} has no type; annotate the argument")
         if argument not in described:
@@ -98,7 +101,7 @@ def read_description(text: str) -> Fields:
     try:
         return {"description": text[: found.start()].strip(), "enum": json.loads(found.group(1))}
     except ValueError:
-        raise EnvironmentFault(f'the choices {found.group(1)} are no JSON; write them like ["a", "b"]') from None
+        raise EnvironmentFault(f'the choices {found.group(1)} are not JSON; write them like ["a", "b"]') from None
 
 
 def convert_type(hint: Any) -> Fields:

@@ -28,7 +28,9 @@ class TrlGuest:
         asyncio.set_event_loop(self._loop)
         self._own = parts["path"](**spec["options"])
         if not callable(getattr(self._own, "reset", None)):
-            raise EnvironmentFault("the class has no method reset; write `def reset(self, **row) -> str | None`")
+            raise EnvironmentFault(
+                "the environment's class has no method reset; write `def reset(self, **row) -> str | None`"
+            )
         self._durable = DurableParts(self._own, self._finish)
         self._renders = bool(getattr(self._own, "render_mode", None)) and callable(getattr(self._own, "render", None))
         hidden = {"reset", "get_reward", *self._durable.names, *(["render"] if self._renders else [])}
@@ -108,6 +110,8 @@ def read_content(found: Any) -> str:
     if isinstance(found, list) and found and all(isinstance(one, dict) and "type" in one for one in found):
         others = [str(one["type"]) for one in found if one["type"] != "text"]
         if others:
-            raise EnvironmentFault(f"the environment returns content of type {others[0]!r}, and a policy reads text")
+            raise EnvironmentFault(
+                f"the environment returns content of type {others[0]!r}, but a policy reads only text; return text"
+            )
         return "".join(str(one.get("text", "")) for one in found)[:LONGEST_TEXT]
     return str(found)[:LONGEST_TEXT]  # TRL converts other results to text in the same way

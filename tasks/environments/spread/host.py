@@ -72,7 +72,7 @@ class HostedEpisode:
         """
         await asyncio.wait({self._opening})
         if self._opening.cancelled():
-            raise WorldEnded(Outcome.UNJUDGED, "its episode ended before the start of its process")
+            raise WorldEnded(Outcome.UNJUDGED, "the episode was closed before the environment's process had started")
         return self._opening.result()
 
     async def exchange_line(
@@ -85,7 +85,9 @@ class HostedEpisode:
         self._asking = asyncio.create_task(world.exchange_line(line, what, seconds))
         await asyncio.wait({self._asking})
         if self._asking.cancelled():
-            raise WorldEnded(Outcome.UNJUDGED, f"its episode ended during {what}")
+            raise WorldEnded(
+                Outcome.UNJUDGED, f"the episode was closed while the environment's process answered {what}"
+            )
         return self._asking.result()
 
     async def close(self) -> None:
@@ -114,7 +116,9 @@ class WorldHost:
             name: config key that names the environment.
         """
         if number in self._closed:
-            return HostAnswer(outcome=Outcome.UNJUDGED, reason="its episode ended before the start of its process")
+            return HostAnswer(
+                outcome=Outcome.UNJUDGED, reason="the episode was closed before the environment's process had started"
+            )
         if pool not in self._pools:
             self._pools[pool] = HostedPool(settings, name)
         place = self._pools[pool]
@@ -134,7 +138,7 @@ class WorldHost:
         `turn_begins`, the time limit of a turn begins again before the request.
         """
         if (episode := self._episodes.get(number)) is None:
-            return HostAnswer(outcome=Outcome.UNJUDGED, reason=f"its process had ended before {what}")
+            return HostAnswer(outcome=Outcome.UNJUDGED, reason=f"the environment's process had ended before {what}")
         try:
             answer = await episode.exchange_line(line, what, seconds, turn_begins=turn_begins)
             return HostAnswer(pack_line(dict(answer)), counts=episode.place.counts)

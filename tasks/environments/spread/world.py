@@ -121,7 +121,7 @@ class RemoteWorld(World):
             async with asyncio.timeout(wait_seconds):
                 self._place = place = await self._pool.fleet.claim_place(self._pool.number)
         except TimeoutError:
-            raise PlaceLost(f"no other environment actor had room within {wait_seconds:g} s") from None
+            raise PlaceLost(f"no other environment actor had room for the episode within {wait_seconds:g} s") from None
         self._number = next(self._pool.fleet.numbers)
         # If imports fail, an episode waits for the imports of all episodes of the host that began before it.
         imports = self._config.at_once * (self._config.start_seconds + STUCK_SECONDS)
@@ -132,7 +132,7 @@ class RemoteWorld(World):
     async def _send(self, line: bytes, what: str, seconds: float | None) -> Mapping[str, Any]:
         """Send a request to the host; raise `PlaceLost` if the host is lost."""
         if (place := self._place) is None:
-            raise WorldEnded(Outcome.UNJUDGED, f"its process had ended before {what}")
+            raise WorldEnded(Outcome.UNJUDGED, f"the environment's process had ended before {what}")
         longest = self._bound_seconds(what, seconds)[0] + self._pool.fleet.answer_seconds
         turn_begins, self._turn_begins = self._turn_begins, False
         given = (self._number, line, what, seconds, turn_begins)
@@ -141,7 +141,7 @@ class RemoteWorld(World):
             return decode_line(self._check_host(place, answer).line)
         except ValueError:
             outcome = Outcome.UNJUDGED if what in OPENING else Outcome.KILLED
-            raise self._end(outcome, f"its process wrote no valid answer to {what}") from None
+            raise self._end(outcome, f"the environment's process wrote no valid answer to {what}") from None
 
     def _check_host(self, place: HostPlace, answer: HostAnswer) -> HostAnswer:
         """Return the answer of a host, or raise the error that it reports."""
@@ -170,7 +170,7 @@ class RemoteWorld(World):
         """
         self._give_up_place()
         if what == "close":
-            raise WorldEnded(Outcome.UNJUDGED, "its process ended with its environment actor")
+            raise WorldEnded(Outcome.UNJUDGED, "the environment's process ended together with its environment actor")
         in_turn, self._used = not self._used.is_setup, ComputedTime()
         while True:
             if self._moves >= MOST_MOVES or not self._is_state_known(what):
@@ -196,9 +196,13 @@ class RemoteWorld(World):
                 ended.outcome = Outcome.UNJUDGED  # the policy cannot have caused the repeated request to fail
                 raise
             if wrong := [answer[key] for key in ("error", "fault", "lost") if key in answer]:
-                raise WorldEnded(Outcome.UNJUDGED, f"{what} on another node failed with {wrong[0]}")
+                raise WorldEnded(
+                    Outcome.UNJUDGED, f"{what} was repeated on another node, and failed there with {wrong[0]}"
+                )
             if "restore" not in self._state and answer.get("text") != request.text:
-                raise self._name_loss(PlaceLost(f"{what} on another node gave another observation"))
+                raise self._name_loss(
+                    PlaceLost(f"{what} was repeated on another node, and gave another observation there")
+                )
 
     def _is_state_known(self, what: str) -> bool:
         """Return whether another host can bring the environment to the state before the request `what`."""

@@ -119,7 +119,12 @@ def _check_server(key: str, server: McpServer) -> None:
     """Reject relative paths, and also secrets, because they would be stored with the config."""
     for name, path in (("command", server.command[0]), ("folder", server.folder)):
         if path and (name == "folder" or "/" in path) and not Path(path).is_absolute():
-            refuse(f"{key}.{name}", path, "the processes of a run have other working folders; write an absolute path")
+            refuse(
+                f"{key}.{name}",
+                path,
+                "must be an absolute path, because the processes of a run have other working folders; write an "
+                "absolute path",
+            )
     for name in server.env:
         if SECRET_NAME.search(name):
             cure = f"this secret would be stored; set the variable on the nodes, and name it in {key}.pass_env"

@@ -76,8 +76,8 @@ class McpSession:
         """
         try:
             json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, RecursionError) as error:  # a server could not read such a call
-            raise CallFailed(f"the arguments are not valid JSON ({error})") from None
+        except (ValueError, RecursionError) as error:  # such arguments are no JSON, so no server could read them
+            raise CallFailed(f"the arguments of the tool call are not valid JSON ({error})") from None
         try:
             return await self._world.call(name, arguments, seconds=self._server.seconds)
         except WorldEnded as ended:

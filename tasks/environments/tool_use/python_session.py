@@ -75,7 +75,7 @@ class PythonSession:
         """
         code = arguments.get("code")
         if set(arguments) != {"code"} or not isinstance(code, str):
-            raise CallFailed('the tool python takes one argument, the text "code"')
+            raise CallFailed('the tool python takes exactly one argument, "code", which is text')
         self._health.steps += 1
         try:
             session = await self._open()

@@ -28,7 +28,7 @@ def check_gpus(ranks: int) -> None:
     found = torch.cuda.device_count()
     if 0 < found < ranks:
         raise ConfigError(
-            f"train.ranks = {ranks}: each rank needs a GPU, and this machine has {found} GPUs; set "
+            f"train.ranks = {ranks}: each rank needs its own GPU, but this machine has only {found} GPUs; set "
             f"train.ranks = {found}"
         )
 
@@ -61,5 +61,8 @@ def interface_of(host: str) -> str:
         ConfigError: no interface has the address `host`.
     """
     if (name := find_interface(host)) is None:
-        raise ConfigError(f"train.multi_node = true: this machine has no network interface with its own address {host}")
+        raise ConfigError(
+            f"train.multi_node = true: this machine has no network interface with the address {host}, by which "
+            "the cluster knows it"
+        )
     return name

@@ -78,7 +78,7 @@ class Staging:
         stored = self._wait_answer(to, place)
         if not place.store.exists(stored.path):
             cure = "set store.uri to a store that all machines of the run can reach (s3://, or a shared folder)"
-            raise ConfigError(f"rank {to} stored {stored.path}, but the first rank does not find that object; {cure}")
+            raise ConfigError(f"rank {to} has stored {stored.path}, but the first rank cannot find this object; {cure}")
         return stored
 
     def _wait_answer(self, to: int, place: Place) -> StoredObject:
@@ -91,7 +91,8 @@ class Staging:
                 said, since = now, time.monotonic()
             if time.monotonic() - since > self._ranks.seconds:
                 raise RankLost(
-                    f"rank {to} reported nothing about {place.path} for {self._ranks.seconds:g} s (train.rank_seconds)",
+                    f"rank {to} gave no sign of storing {place.path} for {self._ranks.seconds:g} s "
+                    "(train.rank_seconds)",
                     to,
                 )
             time.sleep(POLL_SECONDS)

@@ -36,7 +36,7 @@ def find_layers(decoder: nn.Module, key: str) -> nn.ModuleList:
     outer = [found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     if not outer:
         raise ConfigError(
-            f"{key} = true: the policy's decoder, a {type(decoder).__name__}, has no layers that can be "
-            f"recomputed; set {key} = false"
+            f"{key} = true: the layers of the policy's decoder, a {type(decoder).__name__}, cannot be recomputed; "
+            f"set {key} = false"
         )
     return max(outer, key=len)

@@ -230,8 +230,8 @@ def _choose_layers(linear: Sequence[str], config: Lora) -> list[str]:
     if lost := [target for target in targets if not chosen[target]] or ([] if linear else ["all"]):
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         raise ConfigError(
-            f"train.lora.targets contains {lost}: the policy's decoder has no linear layer of such a name; choose "
-            f"among these layers: {known}"
+            f"train.lora.targets contains {lost}, but the policy's decoder has no linear layer of this name; "
+            f"choose among these layers: {known}"
         )
     return sorted({name for names in chosen.values() for name in names})
 

@@ -26,8 +26,8 @@ from rollflow.tasks.policies.device import send
 
 
 class ObservationLoss:
-    """The observation loss of one minibatch. `total` is the sum of the losses that this rank has computed so far,
-    without the weight of the observation loss.
+    """The observation loss of one minibatch. `total` is the sum of the losses that this rank has computed so far, not
+    yet multiplied by the weight of the observation loss.
     """
 
     def __init__(

@@ -69,7 +69,9 @@ def attend_by_path(
         return found
     unknown = {name for name, term in others.items() if term is not None} - IGNORED
     if unknown or dropout:
-        raise ValueError(f"attention along paths does not support {sorted(unknown) or 'dropout'}")
+        raise ValueError(
+            f"attention with shared prefixes (along paths) does not support {sorted(unknown) or 'dropout'}"
+        )
     wide, narrow = query.shape[-1], value.shape[-1]
     scale = wide**-0.5 if scaling is None else scaling
     value = value if wide == narrow else pad(value, (0, wide - narrow))

@@ -85,7 +85,7 @@ class OrderCount:
         """Wait until the rank has executed `count` commands; raise `RankLost` if this takes longer than `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count >= count, seconds):
-                raise RankLost(f"the rank did not execute {count} orders within {seconds:g} s")
+                raise RankLost(f"the rank did not finish {count} commands within {seconds:g} s")
 
 
 def learner_of(config: TrainBase) -> type[TorchLearner]:

@@ -114,7 +114,9 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
     """Raise `Corrupt` if the tensors `given` and `own` differ in name, shape or type."""
     found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
     if differing := sorted({name for name, *_ in found ^ wanted}):
-        raise Corrupt(f"the tensors of {what} do not fit the model: {', '.join(differing[:4])}")
+        raise Corrupt(
+            f"the tensors of {what} differ in name or shape from those of the model: {', '.join(differing[:4])}"
+        )
 
 
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
@@ -126,4 +128,7 @@ def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[
     begun = any(name.startswith(MOMENTS) for name in saved)
     lacking = [stem for stem in stems if begun and not any(name.startswith(stem) for name in files)]
     if differing := [*strange, *lacking]:
-        raise Corrupt(f"the learner state does not fit the model: {', '.join(differing[:4])}")
+        raise Corrupt(
+            "the tensors of the stored learner state differ in name or shape from those of the model: "
+            f"{', '.join(differing[:4])}"
+        )

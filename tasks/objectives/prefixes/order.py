@@ -88,7 +88,7 @@ def _close(path: list[_Node]) -> None:
 
 
 def _walk(root: _Node) -> list[int]:
-    """Return the rows of a tree depth first. The branch with the longest row comes first."""
+    """Return the rows of a tree, in depth-first order. The branch with the longest row comes first."""
     found, left = list[int](), [root]
     while left:
         node = left.pop()

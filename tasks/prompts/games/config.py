@@ -103,7 +103,11 @@ class SeedPrompts(PromptBase):
     @model_validator(mode="after")
     def _check_question(self) -> Self:
         if SEED not in self.question:
-            refuse("prompts.question", self.question, f"two prompts would be the same; write {SEED} in it")
+            refuse(
+                "prompts.question",
+                self.question,
+                f"without {SEED}, two prompts could have the same text; write {SEED} into the question",
+            )
         return self
 
 

@@ -57,8 +57,8 @@ class GameSource:
             if question not in self._excluded:
                 return question
         raise ConfigError(
-            f"evaluation.prompts: after {len(self._held)} held-out boards nothing of {self._config.kind} is left to "
-            "train on; lower evaluation.prompts, or raise prompts.size"
+            f"evaluation.prompts: {len(self._held)} boards are held out, and no other board of "
+            f"{self._config.kind} is left to train on; lower evaluation.prompts, or raise prompts.size"
         )
 
     def _draw_question(self, draw: random.Random) -> Question:
@@ -68,8 +68,8 @@ class GameSource:
             if board is not None and (solution := find_solution(board, self._config.moves, draw)):
                 return build_question(self._config.kind, board, solution)
         raise ConfigError(
-            f"prompts.size = {self._config.size}: of {TRIES} boards of {self._config.kind}, none has a solution of at "
-            f"most {self._config.moves} moves; raise prompts.size or prompts.moves"
+            f"prompts.size = {self._config.size}: none of {TRIES} boards of {self._config.kind} can be solved in "
+            f"{self._config.moves} moves or fewer; raise prompts.size or prompts.moves"
         )
 
 

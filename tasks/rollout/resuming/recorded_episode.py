@@ -130,7 +130,9 @@ class RecordedEpisode(PlayedEpisode):
             for event in point.events:
                 self._apply(event)
         except (ValueError, TypeError, KeyError, RollflowError) as error:
-            raise SnapshotRejected(f"its history cannot be applied ({error})") from error
+            raise SnapshotRejected(
+                f"the events that were recorded with the snapshot cannot be repeated ({error})"
+            ) from error
         finally:
             self._mutes = False
         self.snapshot, self._number, self._parent = point.data, point.number + 1, point.digest
@@ -150,9 +152,9 @@ class RecordedEpisode(PlayedEpisode):
                 self.lived.enter_hashed(value)
             case "extend":
                 if not self.extend(value):
-                    raise ValueError("its messages leave no room for an answer")
+                    raise ValueError("the recorded messages leave no room for an answer")
             case _:
-                raise ValueError(f"it has an unknown event {kind!r}")
+                raise ValueError(f"an event of the unknown kind {kind!r} was recorded")
 
     def _append_generation(self, started: VersionedGeneration) -> None:
         super()._append_generation(started)

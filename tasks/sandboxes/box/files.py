@@ -17,7 +17,7 @@ BENEATH = 0x01 | 0x02 | 0x08
 def open_beneath(path: str, flags: int, mode: int = 0) -> int:
     """Open a path below the sandbox's folder; reject links that lead out of the folder."""
     if "\0" in path:
-        raise ValueError("the path contains a null byte")
+        raise ValueError("the path of a file contains a NUL character")
     folder = os.open(FOLDER, os.O_PATH)
     try:
         how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, BENEATH)

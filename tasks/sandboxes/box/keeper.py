@@ -135,7 +135,7 @@ class Keeper:
         self._program = ForkedProgram(pid, socket.socket(fileno=gate), stdin, (out, err))
         # Other processes in the same namespace could stop the forked process.
         if order is not Order.FORK and (found := self._program.gate.recv(LONGEST_TEXT)) != WARM:
-            raise OSError(errno.ECHILD, found.decode() or "the forked process has ended")
+            raise OSError(errno.ECHILD, found.decode() or "the process that was forked for the program has ended")
 
     def _find_program(self) -> ForkedProgram:
         """Return the process that was forked for the next program."""

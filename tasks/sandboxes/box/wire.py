@@ -57,12 +57,12 @@ def read_regular_file(fd: int, most: int) -> bytes:
     """Read and close an open file; raise `OSError` if it is not a regular file or has more than `most` bytes."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise OSError(errno.EINVAL, "the path does not name a regular file")
         data = bytearray()
         while part := os.read(fd, 16 * CHUNK):
             data += part
             if len(data) > most:
-                raise OSError(errno.EFBIG, "too large")
+                raise OSError(errno.EFBIG, "the file is too large to be sent")
         return bytes(data)
     finally:
         os.close(fd)

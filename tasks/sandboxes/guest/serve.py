@@ -125,7 +125,7 @@ class SandboxGuest:
         """Run code in a session; create the session if it does not exist."""
         session = self._sessions.setdefault(request["session"], GuestSession(self._roots, request))
         if session.is_busy:
-            raise OSError(errno.EBUSY, "the session is running other code")
+            raise OSError(errno.EBUSY, "the session is running other code; wait until it has ended")
         return (yield from session.run(request))
 
     def do_stop(self, request: Header, _: bytes) -> Work:
@@ -141,7 +141,7 @@ class SandboxGuest:
         """End a session."""
         if session := self._sessions.get(request["session"]):
             if session.is_busy:
-                raise OSError(errno.EBUSY, "the session is running other code")
+                raise OSError(errno.EBUSY, "the session is running other code; wait until it has ended")
             session.close()
             del self._sessions[request["session"]]
         yield from ()
@@ -198,9 +198,9 @@ def open_regular(path: str, flags: int) -> int:
     try:
         with contextlib.suppress(FileNotFoundError):  # some kinds of sandbox have no /proc
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/proc/"):
-                raise OSError(errno.EACCES, "a file of /proc")
+                raise OSError(errno.EACCES, "the path leads to a file of /proc, which may not be opened")
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise OSError(errno.EINVAL, "the path does not name a regular file")
     except OSError:
         os.close(fd)
         raise
@@ -220,7 +220,7 @@ def main() -> None:
     """Protect this process from other processes, and answer requests until the sandbox's creator is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) and can_open("/proc/self/mem"):
-        raise OSError(ctypes.get_errno(), "prctl")
+        raise OSError(ctypes.get_errno(), "the system call prctl failed")
     # This process becomes the parent of orphaned processes; if the kernel refuses, the supervising process reaps them.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(CHANNEL, False)

@@ -55,7 +55,7 @@ class HostKeeper:
                     self._run(request, body, fds)
                 elif request["do"] == "upload":
                     if measure_folder(self.work)[0] + len(body) > self.settings["folder_bytes"]:
-                        raise OSError(errno.ENOSPC, "the folder would be too large")
+                        raise OSError(errno.ENOSPC, "the folder of the sandbox would be larger than allowed")
                     write_file(self.work, request["path"], body)
                     self._answer({})
                 else:

@@ -96,7 +96,8 @@ def find_sandlock(settings: dict[str, Any]) -> Launch:
     found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
     if found < needed:
         raise SystemExit(
-            f"the kernel has Landlock version {max(found, 0)}, and sandlock needs version {needed} (Linux 6.12)"
+            f"sandlock needs version {needed} of the kernel's Landlock (Linux 6.12), but this kernel has version "
+            f"{max(found, 0)}"
         )
     existing = [path for path in (*READABLE, *READABLE_FILES) if os.path.exists(path)]
     shared = [*existing, settings["python_folder"], settings["program"], *settings["readable"]]

@@ -65,7 +65,7 @@ def install_filter(program: bytes) -> None:
     kept = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(kept))
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(PR_SET_SECCOMP, FILTER, header, 0, 0):
-        raise OSError(ctypes.get_errno(), "the filter of system calls was not installed")
+        raise OSError(ctypes.get_errno(), "the seccomp filter of system calls could not be installed")
 
 
 def run_source(order: dict[str, Any]) -> None:

@@ -57,14 +57,19 @@ class Gate:
             Full: too many requests are running and waiting, or the request has waited too long.
         """
         if self._count >= self._bounds.at_once + self._bounds.queue:
-            raise Full(f"{self._bounds.at_once} requests run and {self._bounds.queue} wait; send this one later")
+            raise Full(
+                f"the server is busy: {self._bounds.at_once} requests run and {self._bounds.queue} wait; send "
+                "this one later"
+            )
         self._count += 1
         try:
             try:
                 async with asyncio.timeout(self._bounds.queue_seconds):
                     await self._running.acquire()
             except TimeoutError:
-                raise Full(f"the request waited for {self._bounds.queue_seconds:g} s; send it later") from None
+                raise Full(
+                    f"the server is busy: the request waited for {self._bounds.queue_seconds:g} s; send it later"
+                ) from None
             try:
                 yield
             finally:

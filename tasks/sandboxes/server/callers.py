@@ -75,7 +75,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
             async for part in request.stream():
                 data += part
                 if len(data) > most:
-                    raise TooLarge(f"the body has more than {most} bytes")
+                    raise TooLarge(f"the body of the request has more than {most} bytes")
     except TimeoutError:
-        raise TooSlow(f"the body was not complete after {seconds:g} s") from None
+        raise TooSlow(f"the body of the request was not complete after {seconds:g} s") from None
     return bytes(data)

@@ -80,9 +80,14 @@ class LiveSandboxes:
         identity = identity or uuid.uuid4().hex
         is_taken = any(identity in known for known in (self._live, self._starting, self._ended))
         if is_taken or not IDENTITY.fullmatch(identity):
-            raise Refused(f"sandbox_id = {identity!r} is taken, or has characters other than letters, digits, - _ .")
+            raise Refused(
+                f"sandbox_id = {identity!r} is in use, or has characters other than letters, digits, - _ .; "
+                "choose another one"
+            )
         if len(self._live) + len(self._starting) >= self._most:
-            raise NoRoom(f"{self._most} sandboxes live, and the server allows no more; stop one, or try later")
+            raise NoRoom(
+                f"{self._most} sandboxes are running, which is the limit of this server; stop one, or try later"
+            )
         self._starting.add(identity)
         try:
             workspace = await self._sandboxes.open_workspace(limits)
@@ -171,11 +176,11 @@ async def open_session(
         SandboxFailed: the sandbox failed.
     """
     if name in live.sessions:
-        raise Refused(f"session {name} already exists")
+        raise Refused(f"session {name!r} already exists in this sandbox; choose another name")
     if len(live.sessions) >= MOST_SESSIONS:
         old = next((one for one in live.sessions if TEMPORARY.fullmatch(one)), None)
         if old is None:
-            raise Refused(f"the sandbox has {MOST_SESSIONS} sessions; close one")
+            raise Refused(f"the sandbox already has {MOST_SESSIONS} sessions, the limit; close one")
         await live.sessions.pop(old).close()
     live.sessions[name] = await live.workspace.open_session(kind, env, start)
 
@@ -183,6 +188,6 @@ async def open_session(
 def find_session(live: LiveSandbox, name: str) -> SandboxSession:
     """Return the session with this name; raise `Refused` if it does not exist."""
     if name not in live.sessions:
-        raise Refused(f"session {name!r} does not exist")
+        raise Refused(f"session {name!r} does not exist in this sandbox")
     live.sessions.move_to_end(name)
     return live.sessions[name]

@@ -90,10 +90,10 @@ class RockService:
     async def start(self, body: StartRequest) -> Result:
         """Start a sandbox; the image in the request is ignored."""
         if body.image_os.casefold() != "linux" or body.num_gpus:
-            raise Refused("this server has Linux sandboxes without a GPU")
+            raise Refused("this server has only Linux sandboxes without a GPU; ask for one without num_gpus")
         memory = read_size("memory", body.memory)
         if memory < SMALLEST_MEMORY:
-            raise Refused(f"memory = {body.memory!r} is too small; give at least 32m")
+            raise Refused(f"memory = {body.memory!r} is too small for a sandbox; give at least 32m")
         limits = SandboxLimits(
             memory_bytes=memory,
             folder_bytes=read_size("disk", body.disk) if body.disk else None,
@@ -108,7 +108,7 @@ class RockService:
         """Run a command; if the command is a string, bash runs it."""
         command = ["bash", "-c", body.command] if isinstance(body.command, str) else body.command
         if not command:
-            raise Refused("command = [] has no program")
+            raise Refused("command = [] names no program to run; give at least the program")
         if body.shell and not isinstance(body.command, str):
             command = ["sh", "-c", *body.command]
         seconds = min(body.timeout or LONGEST_COMMAND, LONGEST_COMMAND)
@@ -151,7 +151,7 @@ class RockService:
     async def run_in_session(self, body: RunRequest) -> Result:
         """Run a command in a session; if `check` is "raise", a nonzero exit code fails the request."""
         if body.is_interactive_command or body.is_interactive_quit or body.expect:
-            raise Refused("a session here has no terminal, so it runs no interactive commands")
+            raise Refused("sessions of this server have no terminal, so they run no interactive commands")
         seconds = min(body.timeout or LONGEST_COMMAND, LONGEST_COMMAND)
         async with self._live.use(body.sandbox_id) as live:
             found = await find_session(live, body.session).run(body.command, seconds)
@@ -184,7 +184,7 @@ class RockService:
             data = await live.workspace.download(body.path)
         try:
             if not codecs.lookup(body.encoding or "utf-8")._is_text_encoding:
-                raise LookupError(f"{body.encoding!r} is no encoding of text")
+                raise LookupError(f"{body.encoding!r} is not an encoding of text")
             content = data.decode(body.encoding or "utf-8", body.errors or "strict")
             content.encode()
         except (LookupError, UnicodeError) as error:
@@ -271,7 +271,7 @@ def show(output: bytes) -> str:
 def read_size(name: str, text: str) -> int:
     """Parse a size such as 512m or 8g as bytes; raise `Refused` if the text is not a size."""
     if (found := SIZE.fullmatch(text.strip())) is None or not (size := float(found[1])) < 2**40:
-        raise Refused(f"{name} = {text!r} is no size; write for example 512m or 8g")
+        raise Refused(f"{name} = {text!r} is not a size; write for example 512m or 8g")
     return int(size * 2 ** UNITS[found[2].lower()])
 
 
@@ -330,11 +330,11 @@ async def read_upload(request: Request, limits: BodyLimits) -> tuple[str, str, b
     try:
         form = await MultiPartParser(request.headers, parts(), max_files=1, max_part_size=FORM_BYTES).parse()
     except (MultiPartException, KeyError) as error:
-        raise Refused(f"the body is no multipart form: {error}") from None
+        raise Refused(f"the body of the request is not a multipart form: {error}") from None
     try:
         file, path, identity = form.get("file"), form.get("target_path"), form.get("sandbox_id")
         if not isinstance(file, UploadFile) or not isinstance(path, str) or not isinstance(identity, str) or not path:
-            raise Refused("an upload needs the parts file, target_path and sandbox_id")
+            raise Refused("an upload must be a form with the parts file, target_path and sandbox_id")
         return identity, path, await file.read()
     finally:
         await form.close()

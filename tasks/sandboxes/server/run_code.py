@@ -117,7 +117,7 @@ async def run_code(sandboxes: Sandboxes, request: RunCodeRequest, memory_bytes: 
         finally:
             await sandbox.close()
     except binascii.Error as error:
-        return _refuse(f"files: the content of a file is not base64: {error}")
+        return _refuse(f"files: the content of a file is not valid base64: {error}")
     except OSError as error:
         return _refuse(f"files: {error.filename!r} cannot be written: {error.strerror}")
     except SandboxLost as error:

@@ -191,7 +191,7 @@ def list_forms(row: Any) -> list[str]:
     A key with the value null counts as missing, because in a table every test case has the keys of all forms.
     """
     if not isinstance(row, Mapping):
-        raise ValueError(f"a case is {row!r}, not an object with {FORMS}")
+        raise ValueError(f"a test case is {row!r}, but must be an object with {FORMS}")
     return sorted(key for key in KEYS if row.get(key) is not None)
 
 
@@ -213,11 +213,14 @@ def read_case(row: Any) -> Printed | Tested:
             tolerance, expected = _value(row, "tolerance", int | float, 0.0), row["expected"]
             _check_literals(args, dict(named), expected, tolerance)
             if not 0 <= tolerance < LARGEST_TOLERANCE:
-                raise ValueError(f"'tolerance' of a case is {tolerance}, which no difference of numbers can be")
+                raise ValueError(
+                    f"the 'tolerance' of a test case is {tolerance}, but must be 0 or more, and less than "
+                    f"{LARGEST_TOLERANCE:g}"
+                )
             call = f"candidate(*{args!r}, **{named!r})"
             test = f"got = {call}\nassert equal(got, {expected!r}, {float(tolerance)!r}), repr(got)"
             return Tested(test, _read_name(row, "call"))
-    raise ValueError(f"a case has the keys {', '.join(map(str, row)) or 'of no form'}; it needs {FORMS}")
+    raise ValueError(f"a test case has the keys {', '.join(map(str, row)) or 'of no form'}, but must have {FORMS}")
 
 
 def describe_failure(found: ExecResult) -> str:
@@ -233,11 +236,11 @@ def describe_failure(found: ExecResult) -> str:
 
 def read_text(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(row[key], str):
-        raise ValueError(f"{key!r} of a case is {row[key]!r}, not a text")
+        raise ValueError(f"{key!r} of a test case is {row[key]!r}, but must be text")
     try:
         row[key].encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{key!r} of a case holds half of a surrogate pair, which is not text") from None
+        raise ValueError(f"{key!r} of a test case contains half of a surrogate pair, which is not valid text") from None
     return str(row[key])
 
 
@@ -247,7 +250,9 @@ def _read_name(row: Mapping[str, Any], key: str) -> str:
     """
     name = read_text(row, key)
     if not name.isidentifier() or name.startswith("_"):
-        raise ValueError(f"{key!r} of a case is {name!r}, which is no name of a public function")
+        raise ValueError(
+            f"{key!r} of a test case is {name!r}, but must be the name of a function that does not begin with _"
+        )
     return name
 
 
@@ -256,7 +261,7 @@ def _value(row: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
     value = default if row.get(key) is None else row[key]
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = {"args": "a list", "named": "an object"}.get(key, "a number")
-        raise ValueError(f"{key!r} of a case is {value!r}, not {wanted}")
+        raise ValueError(f"{key!r} of a test case is {value!r}, but must be {wanted}")
     return value
 
 
@@ -265,7 +270,7 @@ def _check_literals(*values: Any) -> None:
     try:
         json.dumps(values, allow_nan=False)
     except ValueError:
-        raise ValueError("a case holds NaN or infinity, which JSON cannot represent; remove the case") from None
+        raise ValueError("a test case contains NaN or infinity, which JSON cannot represent; remove the case") from None
 
 
 def _lines(text: str) -> list[str]:

@@ -68,7 +68,7 @@ def read_reference_seconds(adaptive: AdaptiveDeadline, reference: Mapping[str, A
         return None
     where = f'reward.adaptive.reference_column = "{column}"'
     if column not in reference:
-        raise ValueError(f"{where}: the row has no such column; add it (null: no time is known), or correct the key")
+        raise ValueError(f"{where}: the row has no such column; add it (null if no time is known), or correct the key")
     if (value := reference[column]) in (None, ""):
         return None
     try:

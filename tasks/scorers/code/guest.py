@@ -53,7 +53,7 @@ TURN = Lock()  # held by the test thread whose call the program is answering
 def encode(value: Any, keep: Any, depth: int = 0) -> Any:
     """Return a value as JSON. `keep` stores an object that has no JSON form, and returns a number for it."""
     if depth > DEEPEST:
-        raise ValueError("the value is nested too deeply")
+        raise ValueError("the value is nested too deeply to be sent")
     kind = type(value)
     if kind is int and value.bit_length() > MOST_BITS:
         return {"int": hex(value)}
@@ -235,7 +235,7 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
     def refer(value: Any) -> int:
         if isinstance(value, Remote):
             return int(value._number)
-        raise TypeError(f"a {type(value).__name__} cannot be given to the program")
+        raise TypeError(f"a {type(value).__name__} cannot be passed to the program; pass plain values")
 
     sent = {"object": number, "method": method, "args": encode(list(args), refer), "named": encode(named, refer)}
     with TURN:
@@ -276,7 +276,7 @@ def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
     space = {**found, "__name__": "tests", "equal": equal}
     if entry:
         if entry not in found:
-            raise SystemExit(f"the program defines no {entry}")
+            raise SystemExit(f"the program does not define {entry}, which the tests need")
         space["candidate"] = found[entry]
     exec(compile(tests, "tests.py", "exec", dont_inherit=True), space)
     raise SystemExit(0)
@@ -288,7 +288,7 @@ def read_module(channel: Any, is_kept: Any) -> dict[str, Any]:
     """
     line = channel.readline()
     if not line:
-        raise SystemExit("the program has ended before its tests")
+        raise SystemExit("the program ended before its tests began")
     names = {name: value for name, value in json.loads(line).items() if is_kept(name)}
     found = {name: decode(value, lambda number: Remote(channel, number)) for name, value in names.items()}
     module = types.ModuleType("solution")

@@ -174,7 +174,11 @@ class JudgeReward(RewardBase):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.lowest >= self.highest:
-            refuse("reward.highest", self.highest, f"it must be above reward.lowest = {self.lowest}; raise it")
+            refuse(
+                "reward.highest",
+                self.highest,
+                f"the highest score must be above reward.lowest = {self.lowest}; raise reward.highest",
+            )
         if self.mode == "verdict" and self.highest - self.lowest > 100:
             refuse("reward.highest", self.highest, "the judge may choose among 101 scores at most; narrow the scale")
         if self.rubric and self.mode != "rubric":
@@ -193,10 +197,15 @@ class JudgeReward(RewardBase):
                 refuse(
                     "reward.rubric",
                     name,
-                    f"an item's name has letters, digits, _ and -, and is none of {', '.join(RESERVED)}; rename it",
+                    "an item's name must consist of letters, digits, _ and -, and be none of "
+                    f"{', '.join(RESERVED)}; rename it",
                 )
         if self.rubric and not any(item.weight > 0 for item in self.rubric.values()):
-            refuse("reward.rubric", [*self.rubric], "no statement has a weight above 0; give one a positive weight")
+            refuse(
+                "reward.rubric",
+                [*self.rubric],
+                "no statement of the rubric has a weight above 0; give at least one a positive weight",
+            )
         return self
 
     @model_validator(mode="after")

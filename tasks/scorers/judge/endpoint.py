@@ -118,11 +118,13 @@ class Endpoint:
         """Return the API key from an environment variable."""
         where = f"{self._section}.token_env = {name!r}"
         if not (key := os.environ.get(name)):
-            raise ConfigError(f"{where}: this variable is not set; set it to the key")
+            raise ConfigError(f"{where}: this environment variable is not set; set it to the API key")
         # The HTTP client's error about an invalid header would quote the key.
         if not (key.isascii() and key.isprintable() and key == key.strip()):
             cure = "set it to the key alone, in ASCII and without a line break or white space at its ends"
-            raise ConfigError(f"{where}: an HTTP header cannot hold this variable's value; {cure}")
+            raise ConfigError(
+                f"{where}: the value of this environment variable cannot be sent in an HTTP header; {cure}"
+            )
         return key
 
     async def ask(self, question: JudgeQuestion, repeat: int) -> Verdict:
@@ -193,7 +195,9 @@ class Endpoint:
         except openai.APIStatusError as error:
             raise self._explain(error.status_code, error.response.text) from None
         except openai.APIError as error:
-            raise Unjudged(f"the judge answered none of {tries} calls; {self._quote(_find_cause(error))}") from None
+            raise Unjudged(
+                f"the judge answered none of {tries} calls; the last error: {self._quote(_find_cause(error))}"
+            ) from None
         self.usage.calls += 1
         return answer.http_response.text, answer.retries_taken + 1
 
@@ -219,7 +223,9 @@ class Endpoint:
             return self._give_up(f"the judge refused a call with {said}", may_be_response=status in REFUSED_CONTENT)
         key = "model" if status == 404 else "token_env"
         cure = "correct the key, the address or the model"
-        return self._fail(f"{key} = {getattr(self._config, key)!r}: {self._config.url} refuses it with {said}; {cure}")
+        return self._fail(
+            f"{key} = {getattr(self._config, key)!r}: {self._config.url} refuses this value with {said}; {cure}"
+        )
 
     def _give_up(self, said: str, *, may_be_response: bool) -> Exception:
         """Return the error for a question without a verdict."""
@@ -280,7 +286,7 @@ def _read_answer(text: str) -> tuple[Mapping[str, Any], int | None]:
         choice, usage = answer["choices"][0], answer.get("usage")
         choice["message"]["content"]
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise ValueError("the answer has no message") from None
+        raise ValueError("the answer of the judge's endpoint has no message") from None
     total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
     return choice, total if type(total) is int and total >= 0 else None
 
@@ -288,10 +294,10 @@ def _read_answer(text: str) -> tuple[Mapping[str, Any], int | None]:
 def _read_message(choice: Mapping[str, Any]) -> str:
     """Return the text of the judge's message; raise `ValueError` if the text is missing or cut off."""
     if choice.get("finish_reason") == "length":
-        raise ValueError("the answer is cut off at reward.max_tokens; raise max_tokens")
+        raise ValueError("the judge's answer was cut off at reward.max_tokens; raise reward.max_tokens")
     content = choice["message"]["content"]
     if not isinstance(content, str):
-        raise ValueError("the answer's message has no text")
+        raise ValueError("the message in the judge's answer has no text")
     return content
 
 

@@ -80,7 +80,7 @@ class JudgeQuestion:
         """Parse the judge's answer; raise `ValueError` if the answer is not exactly one object of the JSON schema."""
         answer = json.loads(content, object_pairs_hook=_refuse_duplicates)
         if not isinstance(answer, dict) or set(answer) != set(self.schema["required"]):
-            raise ValueError(f"the answer is not an object with {', '.join(self.schema['required'])}")
+            raise ValueError(f"the judge's answer is not a JSON object with {', '.join(self.schema['required'])}")
         for name, kind in self.schema["properties"].items():
             _check_value(name, answer[name], kind)
         return self.convert(answer)
@@ -161,10 +161,12 @@ def read_rubric(config: JudgeReward, reference: Mapping[str, Any]) -> Mapping[st
         return config.rubric
     rows = reference.get("rubric")
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not 0 < len(rows) <= MOST_ITEMS:
-        raise ValueError(f'the row has no list of 1 to {MOST_ITEMS} statements in its column "rubric"')
+        raise ValueError(f'the column "rubric" of the row must be a list of 1 to {MOST_ITEMS} statements')
     rubric = {f"item_{number}": _read_item(number, row) for number, row in enumerate(rows, 1)}
     if not any(item.weight > 0 for item in rubric.values()):
-        raise ValueError('no statement in the column "rubric" has a weight above 0')
+        raise ValueError(
+            'no statement in the column "rubric" has a weight above 0; give at least one a positive weight'
+        )
     return rubric
 
 
@@ -182,7 +184,7 @@ def check_row(config: JudgeReward, reference: Mapping[str, Any]) -> None:
     if config.mode == "rubric":
         read_rubric(config, reference)
     if config.mode == "pairwise" and not str(reference.get("answer") or "").strip():
-        raise ValueError("the row has no answer, with which a response is compared in evaluations")
+        raise ValueError("the row has no answer, but evaluations compare each response with the answer of its row")
 
 
 def shorten(text: str, longest: int) -> str:
@@ -227,11 +229,13 @@ def _build(
 def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("the answer names a field twice")
+        raise ValueError("the judge's answer has two fields of the same name")
     return found
 
 
 def _check_value(name: str, value: Any, kind: Mapping[str, Any]) -> None:
     expected = {"string": str, "integer": int, "boolean": bool}[kind["type"]]
     if type(value) is not expected or ("enum" in kind and value not in kind["enum"]):
-        raise ValueError(f"{name} is {str(value)[:40]!r}, which the schema does not allow")
+        raise ValueError(
+            f"the field {name} of the judge's answer is {str(value)[:40]!r}, which its schema does not allow"
+        )

@@ -166,7 +166,10 @@ class JudgeScorer(Scorer):
         """Compare a response with other responses; the score is the share of points that the response wins."""
         others = peers or ([material.answer] if material.answer.strip() else [])
         if not others:
-            raise Unjudged('the mode "pairwise" has neither another response nor a reference answer to compare with')
+            raise Unjudged(
+                'with the mode "pairwise", a response needs another response or a reference answer to be compared '
+                "with, and has neither"
+            )
         found = await _gather([self._compare_pair(response, other, material, cached) for other in others])
         scores = [_combine(verdicts) for verdicts in found]
         points = [score.value for score in scores]

@@ -79,7 +79,9 @@ class Classifier:
         try:
             [grade] = self.grade([TRIED])
         except Exception as error:  # noqa: BLE001 - an architecture's code may raise anything here
-            raise _refusal(self._config, self._section, f"the model fails ({_first_line(error)})", SAVE) from None
+            raise _refusal(
+                self._config, self._section, f"the reward model cannot score a text ({_first_line(error)})", SAVE
+            ) from None
         if not math.isfinite(grade.raw):
             raise _refusal(self._config, self._section, grade.fault or f"the model computes {grade.raw}", SAVE)
         longest = self._writer.longest

@@ -85,7 +85,9 @@ class InputWriter:
             raise ConfigError(f"the chat template of the reward model fails ({said})") from None
         before, found, after = rendered.rpartition(MARK)
         if not found:
-            raise ConfigError("the chat template of the reward model leaves the answer out")
+            raise ConfigError(
+                "the chat template of the reward model leaves the answer of the policy out of the text that is scored"
+            )
         tokens = [*self._encode(before), *self._encode(response, split=True), *self._encode(after)]
         cut = max(0, len(tokens) - (self.longest or len(tokens)))
         kept = tokens[cut:] if self._cut == "start" else tokens[: len(tokens) - cut]

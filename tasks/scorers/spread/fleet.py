@@ -67,7 +67,7 @@ class HelperFleet(MemberFleet[Helper, ScoringPlace]):
                 async with asyncio.timeout(EXCHANGE_SECONDS):
                     await place.lost.wait()
             if place.lost.is_set():
-                raise PlaceLost("it did not return the scores of its responses")
+                raise PlaceLost("the actor did not return the scores of its responses")
 
     def _close(self, place: ScoringPlace) -> None:
         """Remove a helper; other reward actors score its responses."""

@@ -58,9 +58,9 @@ def read_options(reference: Mapping[str, Any]) -> dict[str, str]:
     elif isinstance(options, Sequence) and not isinstance(options, str):
         named = dict(zip(ascii_uppercase, map(str, options), strict=False))
     else:
-        raise ValueError('the column "options" is neither a list of texts nor an object')
+        raise ValueError('the column "options" must be a list of texts, or an object with a text for each letter')
     if not named or len(named) < len(options) or not named.keys() <= set(ascii_uppercase):
-        raise ValueError('the column "options" needs 1 to 26 options, each with one letter')
+        raise ValueError('the column "options" must have 1 to 26 options, each with one letter')
     return named
 
 
@@ -71,10 +71,12 @@ def find_gold(reference: Mapping[str, Any]) -> str:
     options, answer = read_options(reference), str(reference["answer"])
     found = _read_choice(answer, options)
     if len(found) != 1:
-        raise ValueError(f"the answer {answer!r} is not one of the letters {', '.join(options)} or their texts")
+        raise ValueError(
+            f"the answer {answer!r} must be one of the letters {', '.join(options)} or the text of one option"
+        )
     [letter] = found
     if (said := _clean(answer).strip("()").upper()) in options and said != letter:
-        raise ValueError(f"the answer {answer!r} is a letter, and the text of option {letter}")
+        raise ValueError(f"the answer {answer!r} is ambiguous: it is a letter, and also the text of option {letter}")
     return letter
 
 

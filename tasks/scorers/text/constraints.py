@@ -44,7 +44,7 @@ def count_sentences(text: str) -> int:
 
 def _compare(count: int, relation: str, number: int) -> bool:
     if relation not in RELATIONS:
-        raise ValueError(f"the relation {relation!r} is none of {RELATIONS}")
+        raise ValueError(f"the relation {relation!r} must be one of {RELATIONS}")
     return count < number if relation == "less than" else count >= number
 
 
@@ -62,7 +62,7 @@ def _check_list(words: object) -> None:
     letters.
     """
     if not isinstance(words, list | tuple) or not words:
-        raise TypeError(f"{words!r} is no list of words")
+        raise TypeError(f"the value must be a list of words, not {words!r}")
 
 
 def _lacks_words(text: str, forbidden_words: list[str]) -> bool:
@@ -215,12 +215,14 @@ def check_constraint(name: str, text: str, arguments: Mapping[str, Any]) -> bool
         Unjudged: the package that the check needs is not installed.
     """
     if name not in CHECKS:
-        raise ValueError(f"there is no constraint {name!r}")
+        raise ValueError(f"no constraint has the name {name!r}; correct the column instruction_id_list")
     check, names = CHECKS[name]
     given = {key: arguments[key] for key in names if arguments.get(key) is not None}
     if missing := [key for key in names if key not in given]:
-        raise ValueError(f"the constraint {name!r} has no {missing[0]!r} in the row's kwargs")
+        raise ValueError(
+            f"the constraint {name!r} needs the argument {missing[0]!r}, which the row's column kwargs does not give"
+        )
     try:
         return bool(text.strip()) and check(text, **given)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"the constraint {name!r} has a wrong value in the row's kwargs ({error})") from None
+        raise ValueError(f"the row's column kwargs gives the constraint {name!r} a wrong value ({error})") from None

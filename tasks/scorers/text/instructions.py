@@ -39,11 +39,11 @@ def read_constraints(reference: Mapping[str, Any]) -> Constraints:
     if column := next((c for c in ("instruction_id_list", "kwargs") if isinstance(reference.get(c), str)), None):
         raise ValueError(f'the column "{column}" is text, not a list; if it is JSON, name it in prompts.json_columns')
     if not isinstance(names, Sequence) or not 0 < len(names) <= MOST_PARTS:
-        raise ValueError(f'the row has no list of 1 to {MOST_PARTS} constraints in its column "instruction_id_list"')
+        raise ValueError(f'the column "instruction_id_list" of the row must be a list of 1 to {MOST_PARTS} constraints')
     if not isinstance(arguments, Sequence) or len(arguments) != len(names):
-        raise ValueError('the row needs a list in its column "kwargs", with one object for each constraint')
+        raise ValueError('the column "kwargs" of the row must be a list with one object for each constraint')
     if not all(one is None or isinstance(one, Mapping) for one in arguments):
-        raise ValueError('the column "kwargs" contains something that is no object')
+        raise ValueError('the column "kwargs" of the row contains an entry that is not a JSON object or null')
     return [(str(name), one or {}) for name, one in zip(names, arguments, strict=True)]
 
 

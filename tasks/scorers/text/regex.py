@@ -47,7 +47,9 @@ def compile_pattern(config: RegexReward, reference: Mapping[str, Any]) -> re.Pat
     """
     pattern = config.pattern if config.pattern is not None else reference.get("pattern")
     if not isinstance(pattern, str):
-        raise ValueError('the row has no text in its column "pattern", and reward.pattern is not set')
+        raise ValueError(
+            'the row has no text in its column "pattern", and reward.pattern is not set; give one of the two'
+        )
     return _compile(pattern, config.ignore_case, config.group)
 
 
@@ -56,7 +58,7 @@ def _compile(pattern: str, ignore_case: bool, group: str | None) -> re.Pattern[s
     try:
         compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"the pattern {pattern!r} is no regular expression ({error})") from None
+        raise ValueError(f"the pattern {pattern!r} is not a valid regular expression ({error})") from None
     if group is not None and group not in compiled.groupindex:
-        raise ValueError(f"the pattern {pattern!r} has no group (?P<{group}>...), which reward.group names")
+        raise ValueError(f"the pattern {pattern!r} has no group (?P<{group}>...), but reward.group names this group")
     return compiled
