@@ -104,8 +104,9 @@ def print_checks(checks: list[Check], stream: TextIO | None = None, *, console: 
 
 
 def _check_python() -> Check:
-    right = sys.version_info[:2] == (3, 11)
-    return Check("python", "ok" if right else "missing", platform.python_version() + ("" if right else "; needs 3.11"))
+    right = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    needs = "" if right else "; needs 3.11, 3.12 or 3.13"
+    return Check("python", "ok" if right else "missing", platform.python_version() + needs)
 
 
 def _find_version(name: str) -> str | None:
