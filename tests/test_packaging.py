@@ -82,7 +82,7 @@ def test_pinned_versions_are_complete_on_every_python(python: str) -> None:
     names = {canonicalize_name(pin.name) for pin in pins if pin.marker is None or pin.marker.evaluate(here)}
     asked = {
         (canonicalize_name(found.name), name)
-        for name in names - {"async-timeout", "whenever"}  # this Python may not install them, and they have no requirements
+        for name in names - {"async-timeout", "whenever"}  # not installed on each Python; they have no requirements
         for found in map(Requirement, metadata.requires(name) or ())
         if found.marker is None or found.marker.evaluate(here)
     }

@@ -16,6 +16,7 @@ from typing import cast
 
 from rollflow.storage.errors import Missing, StoreFailed, Unreachable
 from rollflow.storage.objects.base import CHUNK, hash_pieces
+from rollflow.storage.objects.translation import ErrorTranslator
 
 CURES = {
     errno.ENOSPC: "free space on the disk",
@@ -48,31 +49,30 @@ def _early() -> Callable[[int, int, int, int], int] | None:
 _sync_file_range = _early()
 
 
-@contextmanager
-def raise_store_failed(target: Path) -> Iterator[None]:
+def raise_store_failed(target: Path) -> ErrorTranslator:
     """Turn the operating system's errors that `CURES` lists (a full disk, for example) into `StoreFailed`."""
-    try:
-        yield
-    except OSError as error:
-        cure = CURES.get(error.errno or 0)
-        if cure is None:
-            raise
-        raise StoreFailed(
+
+    def translate(error: BaseException) -> Exception | None:
+        if not isinstance(error, OSError) or (cure := CURES.get(error.errno or 0)) is None:
+            return None
+        return StoreFailed(
             f"{target} cannot be written ({error.strerror}), and nothing was committed; {cure}, then resume the run"
-        ) from error
+        )
+
+    return ErrorTranslator(translate)
 
 
-@contextmanager
-def raise_missing(target: Path) -> Iterator[None]:
+def raise_missing(target: Path) -> ErrorTranslator:
     """Turn the operating system's error for a missing file into `Missing`, and other read errors into `Unreachable`."""
-    try:
-        yield
-    except NO_FILE as error:
-        raise Missing(f"the object {target} does not exist") from error
-    except OSError as error:
-        raise Unreachable(
-            f"{target} cannot be read now ({error.strerror or error}); the object may be intact"
-        ) from error
+
+    def translate(error: BaseException) -> Exception | None:
+        if isinstance(error, NO_FILE):
+            return Missing(f"the object {target} does not exist")
+        if isinstance(error, OSError):
+            return Unreachable(f"{target} cannot be read now ({error.strerror or error}); the object may be intact")
+        return None
+
+    return ErrorTranslator(translate)
 
 
 def map_file(path: Path) -> memoryview:

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from rollflow.storage.objects.s3_requests import (
     get_connection,
     is_transient,
 )
+from rollflow.storage.objects.translation import ErrorTranslator
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
 READS = 3  # number of times that an object is read; if its bytes never match their hash, the object is corrupt
@@ -285,16 +285,11 @@ class S3Store(ObjectStore):
     def _target(self, path: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._key(path)}
 
-    @contextmanager
-    def _translate_errors(self, path: str) -> Iterator[None]:
+    def _translate_errors(self, path: str) -> ErrorTranslator:
         """Turn the errors of an S3 request into rollflow's errors."""
-        try:
-            yield
-        except FAILURES as error:
-            explained = _translate_error(error, self, path)
-            if explained is None:
-                raise
-            raise explained from error
+        return ErrorTranslator(
+            lambda error: _translate_error(error, self, path) if isinstance(error, FAILURES) else None
+        )
 
 
 def _translate_error(error: Exception, store: S3Store, path: str) -> RollflowError | None:

@@ -73,7 +73,18 @@ def _signed(
         .not_valid_before(now - DAY)
         .not_valid_after(now + DAY)
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        # Python 3.13 rejects certificates without the following extensions.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+        .add_extension(_allow_use(is_authority), critical=True)
     )
     if not is_authority:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return builder.sign(issuer_key, hashes.SHA256())
+
+
+def _allow_use(is_authority: bool) -> x509.KeyUsage:
+    """Return what the key of a certificate may be used for: an authority signs certificates, a machine messages."""
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
+    unused = dict.fromkeys((*others, "decipher_only", "crl_sign"), False)
+    return x509.KeyUsage(digital_signature=not is_authority, key_cert_sign=is_authority, **unused)
