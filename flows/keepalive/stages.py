@@ -146,8 +146,7 @@ class Stages:
                     break
             if time.monotonic() > limit:
                 raise RestartsExhausted(
-                    f"the stages that still have the previous config did not end within {START_SECONDS:g} s; "
-                    "resume the run to try again"
+                    f"stages with the previous config did not end within {START_SECONDS:g} s; resume the run"
                 )
             time.sleep(STATE_SECONDS)
         kill_actors(self.context)
@@ -228,17 +227,12 @@ class Stages:
         if state.is_crashed():
             self._schedule_restart(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
         elif state.is_final() and not stage.completed:
-            raise RestartsExhausted(
-                f"the flow run of the {stage.role} stage ended in the state {state.name}: {reason_of(state.message)}"
-            )
+            raise RestartsExhausted(f"the {stage.role} stage ended as {state.name}: {reason_of(state.message)}")
         elif state.is_paused():
             self._unpause(stage, client, stage.run)
         elif not state.is_final() and not stage.running:
             if time.monotonic() - stage.started > START_SECONDS:
-                raise RestartsExhausted(
-                    f"no Prefect runner started the {stage.role} stage within {START_SECONDS:g} s; resume the run "
-                    "to try again"
-                )
+                raise RestartsExhausted(f"no runner started the {stage.role} stage within {START_SECONDS:g} s")
         elif stage.running and self._is_unattended(stage):
             cancel_flow_run(client, stage.run)
             self._schedule_restart(stage, "its actor is gone, and its flow does not start a new actor")
@@ -327,9 +321,7 @@ class Stages:
         while not self.have_ended(*ACTORS):
             if time.monotonic() > limit:
                 states = {stage.role: stage.state for stage in self.all.values()}
-                raise RestartsExhausted(
-                    f"the stages of the run did not end within {END_SECONDS:g} s; their states: {states}"
-                )
+                raise RestartsExhausted(f"stages did not end within {END_SECONDS:g} s; their states: {states}")
             self._finish_reward()
             time.sleep(0.2)
             self._looked = 0.0

@@ -248,9 +248,7 @@ def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
     newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
     elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
     if body.under != under or under == NOBODY or elsewhere:
-        raise Superseded(
-            f"a process can become the {role} only under the run's newest supervisor ({_who(s, 'supervisor')})"
-        )
+        raise Superseded(f"the {role} must be claimed under the newest supervisor ({_who(s, 'supervisor')})")
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
 
@@ -258,8 +256,7 @@ def _start_epoch(s: RunState, body: EpochStarted) -> None:
     last = s.epochs.get(body.source)
     if last is None:
         raise EntryRefused(
-            f"the log entry starts an epoch of prompt source {body.source}, but only sources that skip solved "
-            "questions have epochs"
+            f"source {body.source} cannot start an epoch, as only sources that skip solved questions have epochs"
         )
     before = None if last.entry == NOBODY else last.entry
     _need(

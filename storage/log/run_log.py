@@ -371,9 +371,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Appends log entries for the process that claimed a role. If another process claims the role, `append` and `check`
-    raise `Deposed`.
-    """
+    """Appends log entries for a role's process. If another process claims the role, its methods raise `Deposed`."""
 
     log: Log
     role: Role

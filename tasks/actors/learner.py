@@ -268,10 +268,7 @@ class LearnerActor:
                 self._step(f"batch {number} is damaged and is formed again: {reason}")
                 # The batch is rejected, unless the stored batch is intact.
                 self.batches.void(self.writer, number, reason)
-        raise Corrupt(
-            f"batch {number} was formed {MAKINGS} times, and was damaged each time ({reason}); check the store, "
-            "then resume the run"
-        )
+        raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
         """Get batch `number` from the channel; wait at most `rollout.patience_seconds` until the rollout stage has
@@ -290,10 +287,7 @@ class LearnerActor:
             # `check` waits while storage does not answer, and this time does not count as waiting for a batch.
             self.writer.check()
             waited += LEASE_SECONDS
-        raise Unreachable(
-            f"the rollout stage did not send batch {number} to the learner within {patience:g} s "
-            f"(rollout.patience_seconds; {why})"
-        )
+        raise Unreachable(f"the rollout stage did not send batch {number} within {patience:g} s ({why})")
 
     def _train(self, number: int, batch: TrajectoryBatch, entry: int, batch_metrics: Mapping[str, float]) -> None:
         """Train on batch `number`, and start publishing the new policy version.
@@ -321,9 +315,7 @@ class LearnerActor:
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"fix the engine or the verifier and resume the run, or {AGAIN} and a lower train.learning_rate"
-            raise NotFinite(
-                f"training on batch {number} gave NaN or infinite values {times} times, the last time: {why}; {cure}"
-            ) from error
+            raise NotFinite(f"batch {number} was rejected {times} times, the last time: {why}; {cure}") from error
         self._restore(number)
         self.note = f"batch {number} is quarantined and formed again: {why}"
 

@@ -202,10 +202,7 @@ class PlayedEpisode:
         grown = len(given) - self.prompt.input.length
         if not self.lived.is_fresh or grown >= self.room:
             used = self.lived.current.length
-            raise ValueError(
-                f"the prompt cannot become longer by {grown} tokens, because {used} of the {self.longest} tokens "
-                "of the response are used"
-            )
+            raise ValueError(f"the prompt cannot grow by {grown} tokens, as {used} of {self.longest} are used")
         self.longest -= max(0, grown)
         self.prompt = replace(self.prompt, input=ModelInput.of(given))
 

@@ -228,7 +228,7 @@ def test_supervisor_that_was_blocked_reports_lost_actors(world: World, monkeypat
     world.now += 2 * lease.seconds
     with pytest.raises(
         RestartsExhausted,
-        match=rf"the flow run of the rollout stage ended in the state Failed: .*{re.escape(lease.sentence)}$",
+        match=rf"the rollout stage ended as Failed: .*{re.escape(lease.sentence)}$",
     ):
         world.stages.look()
     assert len(world.started) == 4  # by the fixture

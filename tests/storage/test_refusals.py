@@ -208,7 +208,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
         claimed("scheduler", lambda rich: rich.old),
         "newest supervisor \(a supervisor",
     ),
-    "under none": (claimed("learner", lambda rich: None), "become the learner only under the run's newest supervisor"),
+    "under none": (claimed("learner", lambda rich: None), "the learner must be claimed under the newest supervisor"),
     "a role of before": (
         by("scheduler", "batch-committed", "supervisor"),
         r"another scheduler now \(scheduler, process 0",

@@ -191,7 +191,7 @@ def test_prompt_is_replaced_only_before_the_first_turn() -> None:
             episode.replace_prompt([7])
             return None
 
-    with pytest.raises(ValueError, match="the prompt cannot become longer by"):
+    with pytest.raises(ValueError, match="the prompt cannot grow by"):
         play(Late(), Sampler())
 
 

@@ -289,8 +289,7 @@ def _add_planning(commands: Commands) -> None:
         "--max-bias",
         type=float,
         metavar="SHARE",
-        help="largest allowed difference between the mean lengths of trained and of all responses, as a share of "
-        "the mean length of all responses (default: 0.02)",
+        help="largest relative difference of the mean lengths of trained and of all responses (default: 0.02)",
     )
     search.add_argument(
         "--max-waste", type=float, metavar="SHARE", help="largest allowed share of discarded tokens (default: 0.15)"
