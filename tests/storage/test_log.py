@@ -153,7 +153,7 @@ def test_supervisor_restart_keeps_healthy_scheduler_and_learner(store: MemorySto
     learner.publish()
     with pytest.raises(Deposed):
         Learner(store, old.writer.claim)
-    with pytest.raises(Deposed, match="under the run's newest supervisor"):
+    with pytest.raises(Deposed, match="under the newest supervisor"):
         Log(store).claim("learner", cluster="another")
     old.log.follow()
     assert not old.writer.valid()

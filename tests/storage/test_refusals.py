@@ -203,7 +203,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
         claimed("supervisor", lambda rich: None, 1),
         "a claim to a role must name its own log entry",
     ),
-    "a supervisor under one": (claimed("supervisor", lambda rich: rich.newest), "under the run's newest supervisor"),
+    "a supervisor under one": (claimed("supervisor", lambda rich: rich.newest), "under the newest supervisor"),
     "under an old supervisor": (
         claimed("scheduler", lambda rich: rich.old),
         "newest supervisor \(a supervisor",
