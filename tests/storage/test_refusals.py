@@ -206,7 +206,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "a supervisor under one": (claimed("supervisor", lambda rich: rich.newest), "under the newest supervisor"),
     "under an old supervisor": (
         claimed("scheduler", lambda rich: rich.old),
-        "newest supervisor \(a supervisor",
+        r"newest supervisor \(a supervisor",
     ),
     "under none": (claimed("learner", lambda rich: None), "the learner must be claimed under the newest supervisor"),
     "a role of before": (
@@ -337,7 +337,7 @@ def test_first_log_entry_must_create_a_run_with_prompt_sources() -> None:
 @pytest.mark.parametrize("role", ["scheduler", "learner"])
 @pytest.mark.parametrize("under", [None, -1, 0])
 def test_role_cannot_be_claimed_without_a_supervisor(role: Role, under: int | None) -> None:
-    with pytest.raises(Deposed, match="newest supervisor \(none\)"):
+    with pytest.raises(Deposed, match=r"newest supervisor \(none\)"):
         decided(created(CREATION), (role, 1, {"kind": "claimed", "under": under}))
 
 
