@@ -197,8 +197,7 @@ class Rejudging:
     async def run(self, versions: Sequence[int], report: RejudgeReport, progress: Progress) -> None:
         """Judge the batches of these policy versions again, and add the verdicts to the report.
 
-        `progress` is called at least every `TICK_SECONDS` with the policy version, the number of its responses that
-        have a score, and the number of all its responses.
+        `progress` is called at least every `TICK_SECONDS`; `Progress` says with which arguments.
 
         Raises:
             ConfigError: a scorer cannot score any response, or a prompt names a scorer that the config lacks.

@@ -40,7 +40,7 @@ class ScoreCalls:
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
-        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores
+        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> position of each missing score
 
     async def score(self, scorer: Scorer, requests: Sequence[PackedRequest]) -> Verdicts:
         """Start scoring these requests, and return the first scores."""
