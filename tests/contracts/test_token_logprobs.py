@@ -256,7 +256,7 @@ def test_model_without_a_separable_head_is_refused() -> None:
         return output
 
     odd.__class__ = type("OddForCausalLM", (type(odd),), {"forward": forward})
-    for model, why in ((odd, "OddForCausalLM .* differ by"), (model_of("llama").model, "is the model itself")):
+    for model, why in ((odd, "OddForCausalLM .* differ from"), (model_of("llama").model, "is the model itself")):
         with pytest.raises(ConfigError, match=why) as caught:
             learner_of(model)
         assert len(str(caught.value).splitlines()) == 1
