@@ -67,7 +67,7 @@ class EarlierVersion:
         try:
             check_kept(self.context, self.version)
         except ConfigError as error:
-            raise ConfigError(f"{self.key}: {error}; choose one of them") from None
+            raise ConfigError(f"{self.key}: {error}; choose one of these versions") from None
 
 
 def find_earlier(config: RunConfig) -> EarlierVersion | None:
@@ -99,7 +99,7 @@ def find_earlier(config: RunConfig) -> EarlierVersion | None:
     try:
         version = find_published(context, number)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}; choose one of them") from None
+        raise ConfigError(f"{key}: {error}; choose one of these versions") from None
     found = EarlierVersion(key, context, version)
     found.check_kept()
     return found

@@ -33,8 +33,9 @@ def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier
         ConfigError: the function does not exist, does not accept the options, or the options are too large.
     """
     if (size := len(config.model_dump_json().encode())) > LONGEST:
-        cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
-        raise ConfigError(f"{section}.options = {str(config.options)[:40]}...: the options have {size} bytes; {cure}")
+        wrong = f"the options have {size} bytes, more than the {LONGEST} allowed"
+        cure = "write large values into a file, and give the path of the file"
+        raise ConfigError(f"{section}.options = {str(config.options)[:40]}...: {wrong}; {cure}")
     function = imported_function(section, config, Score, _is_scorer)
     more = {"tokens": ()} if (takes_tokens := _takes_tokens(function, config)) else {}
     build_part(section, config, lambda: inspect.signature(function).bind("", {}, **more, **config.options))

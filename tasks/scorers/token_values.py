@@ -92,10 +92,10 @@ def check_length(score: Score, tokens: int) -> None:
 
 
 def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s | None:
-    """Move token values to sampled tokens; return None if no token has a value.
+    """Move the values of the environment's tokens to sampled tokens; return None if no sampled token gets a value.
 
-    The value of a token of the environment is added to the last sampled token before it. A value before the first
-    sampled token is left out, because it belongs to no action of the policy.
+    The value of a token of the environment is added to the value of the last sampled token before the token. Values
+    before the first sampled token are left out, because they belong to no action of the policy.
     """
     values_T, sampled = Float32s.of(values).array, np.flatnonzero(is_sampled)
     given = np.flatnonzero(~np.isnan(values_T))
@@ -119,7 +119,7 @@ def align_values(score: Score, tokens: Int32s, response: Int32s) -> Score:
     before = len(response) - len(tokens)
     if before < 0 or response[before:] != tokens:
         raise ValueError(
-            "the scorer gave values to tokens that are not the end of the response; let it score the end of "
+            "the scorer gave values to tokens with which the response does not end; let it score the last tokens of "
             "episode.response"
         )
     return replace(score, token_values=Float32s.same(math.nan, before) + score.token_values)  # type: ignore[operator]

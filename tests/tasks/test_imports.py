@@ -123,7 +123,7 @@ def test_options_too_long_for_a_worker_are_refused() -> None:
     assert build_verifier(reward("own.parts:wide", words="x" * 90_000))
     with pytest.raises(
         ConfigError,
-        match=r"reward\.options = \{'words': 'xä+\.\.\.: the options have 1\d{5} bytes; write what is large into",
+        match=r"reward\.options = \{'words': 'xä+\.\.\.: the options have 1\d{5} bytes, more than the 100000",
     ):
         build_verifier(reward("own.parts:wide", words="x" + "ä" * 70_000))
 

@@ -428,7 +428,7 @@ async def test_token_values_for_other_tokens_fail_the_response() -> None:
             return await episode.score([1, 1])
 
     score, _ = await play(imported(Elsewhere()))
-    assert "the scorer gave values to tokens that are not the end of the response" in score.reason
+    assert "the scorer gave values to tokens with which the response does not end" in score.reason
 
 
 def test_prompt_filter_counts_token_rewards() -> None:
