@@ -297,7 +297,7 @@ async def score_rows(desk: Desk, row: dict[str, Any], *programs: str) -> list[Sc
     return [await desk.score(program, row) for program in programs]
 
 
-def test_first_deadline_follows_the_reference_solution() -> None:
+def test_first_deadline_is_computed_from_the_reference_seconds() -> None:
     desk = Desk(NAMED)
     scores = run_virtual(score_rows(desk, {**ROW, "seconds": 4.0}, "7 7", "1 7", "1 8", "5 7", "1 7"))
     assert outcomes(scores) == ["timeout", "correct", "wrong", "correct", "correct"]
@@ -306,7 +306,7 @@ def test_first_deadline_follows_the_reference_solution() -> None:
     assert (scores[0].parts["deadline"], desk.anchors.kills) == (6.0, 1)
 
 
-def test_case_deadlines_follow_the_reference_seconds() -> None:
+def test_case_deadlines_are_computed_from_the_reference_seconds() -> None:
     desk = Desk(NAMED)
     run_virtual(score_rows(desk, {**TWO, "seconds": "4"}, "1 7"))
     assert desk.sandboxes.timeouts == [6.0, 6.0]

@@ -306,7 +306,7 @@ def test_only_a_marked_answer_counts_if_marks_are_required() -> None:
     assert score("42", r"The answer is \boxed{42}.", marked=True).outcome is Outcome.CORRECT
 
 
-def test_key_decimals_decides_when_numbers_are_equal() -> None:
+def test_config_key_decimals_decides_which_numbers_are_equal() -> None:
     assert score("1/3", "0.33", decimals=2).value == 1.0
     assert score("1/3", "0.33", decimals=3).value == 0.0
 
