@@ -142,8 +142,8 @@ class Session:
                 client.set_flow_run_state(run.id, Cancelled(message="the run was stopped by Ctrl-C"), force=True)
 
     def _ask_to_cancel(self, context: RunContext) -> None:
-        """Ask Prefect to cancel the flow runs of this training run, which the runner of `rollflow serve` executes. Wait
-        until they have ended.
+        """Ask Prefect to cancel this training run's flow runs in `rollflow serve`. Wait until the flow runs have ended,
+        at most `CANCEL_SECONDS`.
         """
         from rollflow.flows.registration.prefect_api import cancel_flow_run
 

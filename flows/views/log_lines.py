@@ -90,9 +90,7 @@ def is_of(line: str, run: str) -> bool:
 
 
 def as_json(line: str, run: str) -> str:
-    """Return a log line of any format as JSON. A line of plain text becomes an object with only the message and the
-    run.
-    """
+    """Return a log line of any format as JSON. The object of a text line has only the fields `run` and `message`."""
     return line if _parse(line) else json.dumps({"run": run, "message": line})
 
 

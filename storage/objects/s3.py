@@ -1,9 +1,10 @@
 """Stores objects in an S3 bucket. No object is cached, and every read is checked against the sha256 in the object's
 metadata.
 
-The method `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A
-write can succeed although the service's answer is lost, so the process reads the object after a failed write. The
-process's own token in the object means success; another token means `Conflict`, even if the bytes are the same.
+The method `create` is a conditional write (`If-None-Match: *`) that stores a random id in the object's metadata. A
+write can succeed although the service's answer is lost, so `create` reads the object's metadata after a failed write.
+If the object has the id of this write, the write has succeeded. If the object has another id, `create` raises
+`Conflict`, even if the bytes are the same.
 """
 
 from __future__ import annotations
@@ -240,8 +241,8 @@ class S3Store(ObjectStore):
         raise Corrupt(f"{self.uri}/{path} does not contain what was written (the sha256 differs in {READS} reads)")
 
     def _writer(self, path: str) -> str | None:
-        """Return the unique token that the object's writer stored with the object ("" if there is none); return None if
-        there is no object."""
+        """Return the id that the object's writer stored in the metadata ("" if there is none); return None if there is
+        no object."""
         try:
             head = self._call("head_object", Key=self._key(path))
         except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Draws response lengths for the timed engine. The length of a response depends only on the prompt and on the seed of
-the request.
+"""Draws response lengths for the timed engine. A drawn length depends only on the prompt and on the seed of the
+request.
 
     length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
 

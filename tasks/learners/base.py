@@ -4,8 +4,8 @@ version.
 A train step depends only on the learner's state and the batch. The same state and batch give bit-identical weights on
 the same kind of machine, so any train step can be replayed. NaN and infinity never reach the weights. If a batch, a
 loss or a gradient contains a NaN or an infinity, `step` raises `NotFinite` before the optimizer step. A train step may
-take several optimizer steps. After an error between two of these steps, `load` restores the state from before the train
-step.
+take several optimizer steps. If a train step fails after an optimizer step, `load` restores the state from before the
+train step.
 
 The learner's state contains everything that `load` needs to continue training with bit-identical results. The learner's
 weights are ordinary Hugging Face safetensors files, in which tied tensors are stored once. Names of weight files begin

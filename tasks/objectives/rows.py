@@ -20,8 +20,8 @@ from rollflow.storage.model_input import refuse
 class ObservedTokens:
     """The tokens of a batch that the environment added after the policy's tokens."""
 
-    indices: np.ndarray  # int64, O: indices of the observed tokens in `BatchRows.tokens`
-    starts: np.ndarray  # int64, R + 1: position in `indices` at which each row begins
+    indices: np.ndarray  # int64, O: indices in `BatchRows.tokens` of the O observed tokens
+    starts: np.ndarray  # int64, R + 1: index in `indices` at which each row begins
 
     @property
     def counts(self) -> np.ndarray:
@@ -49,7 +49,7 @@ class BatchRows:
     episodes: np.ndarray | None = None
     # float32, B: reward of each token in addition to the row's reward, or NaN; None if no token has a reward
     token_rewards: np.ndarray | None = None
-    # int64, U: indices in `tokens` at which the recorded turns begin; a row without recorded turns is a single turn
+    # int64, U: indices in `tokens` at which the U recorded turns begin; a row without recorded turns is a single turn
     turn_starts: np.ndarray | None = None
     turn_states: np.ndarray | None = None  # int64, U: hash of the state of each turn; 0 if the state has no name
     observed: ObservedTokens | None = None  # None if tokens of the environment are not trained on

@@ -10,6 +10,6 @@ from typing import Any
 
 
 def choose_attention(config: Any) -> str | None:
-    """Return the attention implementation to request from transformers, or None if the default is exact."""
+    """Return the attention implementation to request from transformers, or None if the default supports `config`."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return None if capped is None else "eager"

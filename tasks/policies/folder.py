@@ -1,7 +1,7 @@
 """The policy folder of a run: a Hugging Face model folder with config and tokenizer, but without weights.
 
-Every process of a run reads the run's policy folder, and reads weights from the policy store. This module does not
-import torch, so that a command can check a policy fast.
+Every process of a run reads config and tokenizer from the run's policy folder, and the weights of policy versions from
+the policy store. This module does not import torch, so that a command can check a policy fast.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class FileBase(PromptBase):
         return (self, *held_out, *self.set_files.values())
 
     def label(self, name: str) -> str:
-        """Return the words with which error messages name the column of `question` or `answer`."""
+        """Return how error messages name the column that rollflow reads as `name`, such as "question"."""
         return name
 
     def refusal(self, what: str) -> ConfigError:
@@ -206,7 +206,7 @@ class FilePrompts(FileBase):
     def _build_held_out(
         self, path: str | None, split: str | None, columns: dict[str, str] | None = None, section: str = ""
     ) -> HeldOutFile:
-        """Return the config of a file or split with held-out questions, which the config section `section` names."""
+        """Return the config of a file or split with held-out questions; the config section `section` names the file."""
         keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": split, "section": section}
         keys |= {"difficulty": None, "evaluation_sets": {}}  # keys that apply only to training questions
         keys |= {} if columns is None else {"columns": columns}
@@ -226,7 +226,7 @@ class FilePrompts(FileBase):
         return "line" if self.chosen_format in ("jsonl", "csv", "tsv") else "row"
 
     def label(self, name: str) -> str:
-        """Return the words with which error messages name the column of `question` or `answer`."""
+        """Return how error messages name the column that rollflow reads as `name`, such as "question"."""
         return f"column {self.columns[name]!r}" if name in self.columns else name
 
     def split_refusal(self, what: str) -> ConfigError:
@@ -257,7 +257,8 @@ class HeldOutFile(FilePrompts):
     """The file or data-set split with the held-out questions of a question source."""
 
     split_key: ClassVar[str] = "prompts.held_out_split"
-    section: str = ""  # config section of the evaluation set; "" if the file has the source's held-out questions
+    # config section of the evaluation set in the file; "" if `held_out_path` or `held_out_split` names the file
+    section: str = ""
 
     @property
     def key(self) -> str:

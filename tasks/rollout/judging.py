@@ -88,10 +88,10 @@ class Outages:
             over.set()
 
     def count(self, scorer: str, number: int, issued: int) -> int:
-        """Count an unjudged group and return the number of consecutive unjudged groups; `issued` groups have started so
-        far.
+        """Count the unjudged group `number`, and return the number of consecutive unjudged groups; `issued` groups have
+        started so far.
 
-        The return value is 0 if the group ran at the same time as an unjudged group that was already counted.
+        If the group ran at the same time as a counted unjudged group, the group is not counted, and 0 is returned.
         """
         if number <= self._issued[scorer]:
             return 0

@@ -171,7 +171,7 @@ class KindCounter:
         self._add(reason)
 
     def note_use(self, change: int) -> None:
-        """Record that one more sandbox (1) or one sandbox less (-1) is in use."""
+        """Record that one more sandbox is in use (`change` is 1), or one sandbox less (`change` is -1)."""
         self._add("in_use", change)
 
     @contextmanager

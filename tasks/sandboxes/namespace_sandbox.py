@@ -1,4 +1,4 @@
-"""A sandbox inside a container (box): sends requests to the process that supervises the sandbox."""
+"""The client of a sandbox in a container, the box: sends requests to the process that supervises the sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ GRACE_SECONDS = 5.0  # seconds that a sandbox may take to answer, in addition to
 
 
 class NamespaceSandbox:
-    """A sandbox in a container (box), whose supervising process is at the other end of the socket `keeper`."""
+    """The client of a sandbox in a container, the box.
+
+    The process that supervises the sandbox is at the other end of the socket `keeper`.
+    """
 
     def __init__(self, keeper: socket.socket, kill: Callable[[], None], counter: KindCounter | None = None) -> None:
         """Use a sandbox; `kill` kills its supervising process, and `counter` counts the programs."""

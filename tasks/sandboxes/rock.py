@@ -1,7 +1,8 @@
-"""Sandboxes on a server of ROCK's protocol, or on a rocklet, the agent that ROCK runs inside each of its sandboxes.
+"""Sandboxes on a ROCK server or on a rocklet.
 
-A ROCK server starts a sandbox for each call of `create`. A rocklet has no separate sandboxes: all programs run on its
-machine, each in its own folder.
+ROCK is a sandbox service, and a rocklet is the agent that ROCK runs inside each of its sandboxes. A ROCK server starts
+a sandbox for each call of `create`. A rocklet has no separate sandboxes: all programs run on its machine, each in its
+own folder.
 
 Isolation and limits are enforced only by the server. An infrastructure error raises `SandboxFailed`, after which `run`
 repeats the program in a new sandbox. A killed program counts as timed out if its deadline had passed and the server

@@ -1,4 +1,4 @@
-"""Runs programs as other users in a sandbox on a ROCK server, in which programs start as root.
+"""Runs programs as users other than root in the sandboxes of a ROCK server, where each program starts as root.
 
 A short Python program starts as root, changes to the user, and is then replaced by the requested program. The change of
 the user cannot be undone: the new process has no capabilities and only the groups of the user.

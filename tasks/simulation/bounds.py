@@ -5,7 +5,7 @@ N is the number of samples per step, mu and L are the mean and the longest time 
 epochs, mu_t is the time to train one sample, and K is the number of workers (GPUs). The time of a generation is
 measured on a full engine: an engine with S slots decodes each request at 1 / (1 + c (S - 1)) of the speed for a single
 request. Since S samples share an engine, one sample takes mu = seconds x GPUs of the engine / S GPU-seconds, and K
-counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests.
+counts GPUs. mu_0 is the mean time at the number of concurrent requests at which the mean time is smallest.
 
     work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L
@@ -46,8 +46,8 @@ class Workload:
     """The numbers that describe a workload; mu and mu_t are in GPU-seconds, the longest generation is in seconds."""
 
     samples: int  # N, number of samples per step
-    mu: float
-    mu_least: float  # mu_0, smallest mu over all numbers of concurrent requests
+    mu: float  # mu, mean time of a generation on a full engine
+    mu_least: float  # mu_0, mean time of a generation at the best number of concurrent requests
     longest: float  # L, longest time of a generation
     mu_train: float  # E mu_t, time to train one sample in all epochs
     rollout_gpus: float  # K_r, number of GPUs for rollout

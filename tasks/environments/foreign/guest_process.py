@@ -1,8 +1,8 @@
 """Starts the worker processes of one environment, and controls them from an event loop.
 
 The first worker process, the keeper (see `guest.keeper`), starts and ends the other worker processes. If the keeper
-dies, the kernel kills the others. `Guest` also kills each process that has the mark of its environment: a random value
-in an environment variable, which child processes inherit.
+dies, the kernel kills the others. `Guest` starts the keeper with a random value, the mark, in an environment variable.
+Child processes inherit the variable. After the end of the keeper, `Guest` kills each process that still has the mark.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
         super().__init__(build, warn)
         self._follower, self._most = follower, most
         self.answer_seconds = answer_seconds
-        self.numbers = itertools.count()  # numbers of episodes and environments
+        self.numbers = itertools.count()  # gives the next number for an episode or an environment
         self._shares: dict[int, int] = {}  # environment -> largest number of its episodes on a host
         self._waiting = list[_WaitingEpisode]()
         self._running: asyncio.Task[None] | None = None

@@ -217,7 +217,7 @@ class RemoteWorld(World):
             self._place = None
 
     def _name_loss(self, lost: PlaceLost) -> WorldEnded:
-        """Return the error of an episode that cannot continue. While other hosts run, the loss does not count in
+        """Return the error of an episode that cannot continue. While other hosts run, a lost host does not count in
         `failures_in_a_row`.
         """
         ended = WorldEnded(Outcome.UNJUDGED, f"its environment actor is lost: {lost}")

@@ -1,8 +1,8 @@
 """The reference policy: a frozen copy of the policy, against which the KL penalty is measured.
 
-The reference policy has the weights of the first policy version, or of every n-th version with `train.reference.every =
-n`. The weights of the reference policy are part of the learner's state, so that any train step can be replayed after
-older versions were deleted.
+The reference policy has the weights of the first policy version. With `train.reference.every = n`, the weights of every
+n-th policy version replace the weights of the reference policy. The weights of the reference policy are part of the
+learner's state, so that any train step can be replayed after older versions were deleted.
 """
 
 from __future__ import annotations

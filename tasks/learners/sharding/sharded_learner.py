@@ -78,8 +78,8 @@ class ShardedCritic(Critic):
     optimized: ShardingBackend
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
-        """Shard the parameters of the critic with `engine`. After this call, `begin` copies the policy's weights from
-        the shards of all ranks.
+        """Shard the parameters of the critic with `engine`. After this call, `begin` gathers the policy's weights from
+        the shards of all ranks, and copies the decoder's weights into the critic.
         """
         self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())

@@ -20,8 +20,9 @@ import numpy as np
 from rollflow.tasks.objectives.prefixes.order import count_shared, order_rows
 from rollflow.tasks.objectives.rows import BatchRows
 
-PAIRS = 6  # for each token, a layer without attention costs as much as attention over PAIRS x width pairs
-MERGE = 16  # merging two blocks for a token costs as much as a layer without attention for MERGE / width tokens
+# per token, the rest of a layer (all but attention) costs as much as attention over PAIRS x width query-key pairs
+PAIRS = 6
+MERGE = 16  # merging two blocks for a token costs as much as the rest of a layer for MERGE / width tokens
 DENSE = 64  # number of tokens up to which attention over a whole tree costs less than attention along its paths
 
 

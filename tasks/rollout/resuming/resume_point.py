@@ -17,9 +17,9 @@ class ResumePoint:
     again: tuple[GroupKey, ...] = ()
     missing: tuple[int, ...] = ()  # numbers of the voided (rejected) training batches that have to be formed again
     voids: int = 0  # number of training batches that were voided (rejected) so far
-    behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and its number of preemptions
-    redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that led to NaN weights
-    # pairs of a source that skips solved questions, and the position after the last prompt of the source's newest epoch
+    behind: tuple[tuple[int, int], ...] = ()  # pairs (prompt, number of preemptions of the prompt)
+    redraws: tuple[tuple[int, int], ...] = ()  # pairs (prompt, number of its batches that led to NaN weights)
+    # pairs (source, position after the last prompt of the newest epoch), for each source that skips solved questions
     epochs: tuple[tuple[int, int], ...] = ()
 
     @classmethod

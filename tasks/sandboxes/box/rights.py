@@ -146,7 +146,7 @@ REFUSED: dict[str, Numbers] = {
 # index of an argument (.5 selects its upper half), comparison, value, expected result
 Test = tuple[float, int, int, bool]
 Rule = tuple[Numbers, tuple[Test, ...]]
-REFUSED_IF: tuple[Rule, ...] = (  # calls that are rejected if all comparisons hold
+REFUSED_IF: tuple[Rule, ...] = (  # system calls; each is rejected if all comparisons of its rule hold
     ((56, 220), ((0, ANY_BIT, NEW_NAMESPACES, True),)),  # clone
     ((53, 199), ((0, EQUAL, AF_UNIX, False),)),  # socketpair
     ((53, 199), ((1, ANY_BIT, DATAGRAMS, True),)),

@@ -1,8 +1,8 @@
 r"""The verifier `choice`, which scores responses to multiple-choice questions.
 
-The verifier searches a response in this order: a marked answer such as `\boxed{B}`, a phrase such as "Answer: B", the
-whole response or its last line, a letter in parentheses. The first of these that contains a choice decides. If it names
-several letters, the response is unparsable.
+The verifier searches these parts of a response in this order: a marked answer such as `\boxed{B}`, a phrase such as
+"Answer: B", the whole response or its last line, a letter in parentheses. The first part that contains a choice
+decides. If this part names several letters, the response is unparsable.
 
 The column `answer` of a data row is the letter or the text of the right option. The optional column `options` of a data
 row has the texts of A, B, C and so on, as a list or as an object.
