@@ -15,7 +15,10 @@ SOURCES := flows tasks storage tests benchmarks
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests run at the same time. Tests of one group run one after the other, because they share servers, or because vLLM
 # takes all cores.
-BESIDE := -n $(WORKERS) --dist loadgroup
+# After the ninth crash of a test process, pytest-xdist would leave out the remaining tests.
+BESIDE := -n $(WORKERS) --dist loadgroup --max-worker-restart 100
+# pytest's list of the tests that failed, which `again` repeats
+FAILED := .pytest_cache/v/cache/lastfailed
 
 .DEFAULT_GOAL := install
 .PHONY: install run lint check test full again soak chaos gpu audit-pins sbom clean
@@ -52,14 +55,15 @@ check: lint
 test: lint
 	@$(PYTEST) $(BESIDE) -m "not full and not soak" $(ARGS)
 
-# The tests that CI runs, which include the slow tests.
+# The tests that CI runs, which include the slow tests. pytest's exit status 1 means that tests failed. After any other
+# failure some tests may not have run; the list is then removed, so that `again` fails, too.
 full: lint
-	@$(PYTEST) $(BESIDE) $(ARGS)
+	@$(PYTEST) $(BESIDE) $(ARGS) || { status=$$?; [ $$status = 1 ] || rm -f $(FAILED); exit $$status; }
 
 # The tests that failed last, one after the other: some tests with processes and deadlines fail only on a busy machine.
 again: $(STAMP)
 	@$(PYTEST) --last-failed --last-failed-no-failures none $(ARGS)
-	@grep -qx '{}' .pytest_cache/v/cache/lastfailed  # pytest removes each test that ran and passed
+	@grep -qx '{}' $(FAILED)  # pytest removes each test that ran and passed
 
 # Whole runs whose processes are killed, one after the other, and all cases of the tests with the most random cases.
 soak: lint

@@ -67,3 +67,15 @@ def test_failed_test_of_a_group_is_repeated_alone(tmp_path: Path) -> None:
         assert (ran.returncode, (tmp_path / "workers").read_text()) == (expected, "4\n"), ran.stdout + ran.stderr
         (tmp_path / "fails").unlink(missing_ok=True)
     assert (tmp_path / ".pytest_cache/v/cache/lastfailed").read_text() == "{}"  # `make again` checks this
+
+
+@pytest.mark.parametrize(("status", "kept"), [(1, True), (2, False), (3, False)])
+def test_interrupted_tests_are_not_repeated(tmp_path: Path, status: int, kept: bool) -> None:
+    """Some tests of an interrupted run did not run. Without the list of failed tests, `make again` fails."""
+    listed = tmp_path / ".pytest_cache/v/cache/lastfailed"
+    listed.parent.mkdir(parents=True)
+    listed.write_text("{}")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-f", str(ROOT / "Makefile"), "-o", "lint", "full", f"PYTEST=sh -c 'exit {status}'"]
+    ran = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, timeout=HANG_SECONDS, check=False)
+    assert (ran.returncode, listed.exists()) == (2, kept), ran.stderr
