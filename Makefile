@@ -63,7 +63,7 @@ full: lint
 # The tests that failed last, one after the other: some tests with processes and deadlines fail only on a busy machine.
 again: $(STAMP)
 	@$(PYTEST) --last-failed --last-failed-no-failures none $(ARGS)
-	@grep -qx '{}' $(FAILED)  # pytest removes each test that ran and passed
+	@grep -qx '{}' $(FAILED)  # a test that ran and passed is no longer in the list
 
 # Whole runs whose processes are killed, one after the other, and all cases of the tests with the most random cases.
 soak: lint

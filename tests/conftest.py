@@ -8,7 +8,7 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,6 +42,24 @@ def pytest_configure(config: pytest.Config) -> None:
     last = config.pluginmanager.get_plugin("lfplugin")
     if last is not None:
         last.lastfailed = {type(id).parse(GROUP.sub("", str(id))): True for id in last.lastfailed}
+        if config.getoption("lf"):
+            config.pluginmanager.register(SkippedRepeats(last))
+
+
+class SkippedRepeats:
+    """Keeps a failed test in the list of `--last-failed` if the test is skipped when it is repeated; pytest removes it.
+
+    `make again` fails as long as the list contains a test.
+    """
+
+    def __init__(self, last: Any) -> None:
+        self._last = last
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a skipped test to the list."""
+        if report.skipped:
+            self._last.lastfailed[report.id] = True
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ import pytest
 def test_of_a_group(number, worker_id):
     with open("workers", "a") as workers:
         workers.write(worker_id + "\\n")
+    if number == 4 and os.path.exists("skips"):
+        pytest.skip()
     assert number != 4 or not os.path.exists("fails")
 """
 
@@ -67,6 +70,18 @@ def test_failed_test_of_a_group_is_repeated_alone(tmp_path: Path) -> None:
         assert (ran.returncode, (tmp_path / "workers").read_text()) == (expected, "4\n"), ran.stdout + ran.stderr
         (tmp_path / "fails").unlink(missing_ok=True)
     assert (tmp_path / ".pytest_cache/v/cache/lastfailed").read_text() == "{}"  # `make again` checks this
+
+
+@pytest.mark.long
+def test_failed_test_that_is_skipped_stays_in_the_list(tmp_path: Path) -> None:
+    """`make again` fails, because the test has not passed."""
+    (tmp_path / "test_some.py").write_text(TESTS.replace(", worker_id", "").replace("worker_id", "str(number)"))
+    (tmp_path / "fails").touch()
+    assert run_pytest(tmp_path, "-p", "no:xdist").returncode == 1
+    (tmp_path / "skips").touch()
+    assert run_pytest(tmp_path, *AGAIN).returncode == 0
+    failed = json.loads((tmp_path / ".pytest_cache/v/cache/lastfailed").read_text())
+    assert failed == {"test_some.py::test_of_a_group[4]": True}
 
 
 @pytest.mark.parametrize(("status", "kept"), [(1, True), (2, False), (3, False)])
