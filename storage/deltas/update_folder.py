@@ -67,7 +67,7 @@ def list_changes(folder: Path, before: int, after: int) -> Iterator[ChangedTenso
     A tensor occurs several times if several deltas change it.
 
     Raises:
-        ValueError: a file in the folder is damaged.
+        ValueError: a file in the folder is damaged, or a delta does not fit the delta before it or the weight file.
     """
     files = sorted(file.name for file in folder.glob("*.safetensors"))
     paths = {file: [_path(folder, version, file) for version in range(before + 1, after + 1)] for file in files}
@@ -77,9 +77,14 @@ def list_changes(folder: Path, before: int, after: int) -> Iterator[ChangedTenso
 
 
 def _read_changes(file: Path, deltas: list[Path]) -> Iterator[ChangedTensor]:
-    places = list_tensors(map_file(file))
+    data, parent = map_file(file), ""
+    places = list_tensors(data)
     for path in deltas:
-        for chunk in read_delta(map_file(path)).chunks:
+        delta = read_delta(map_file(path))
+        if delta.size != len(data) or (parent and delta.parent != parent):
+            raise ValueError(f"the delta {path} does not fit the delta before it, or the weight file {file.name}")
+        parent = delta.result
+        for chunk in delta.chunks:
             yield from _split(chunk, places)
 
 

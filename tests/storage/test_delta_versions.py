@@ -293,6 +293,22 @@ def test_changes_of_a_folder_turn_older_versions_into_its_own(run: ObjectStore, 
         assert all(np.array_equal(found[name], new[name]) for name in new)
 
 
+def test_changes_by_deltas_that_do_not_fit_are_refused(run: ObjectStore, tmp_path: Path) -> None:
+    """Each delta is intact. An engine would add its numbers to the wrong bits."""
+    policies, _ = trained(run, 8, 4, keep_last=100)
+    folder = policies.weights_folder(policies.find(7), tmp_path)
+    file = min(folder.glob("*.safetensors"))
+    five, six = (folder / f"deltas/{number:08d}/{file.name}.delta" for number in (5, 6))
+    six.unlink()
+    six.write_bytes(five.read_bytes())
+    with pytest.raises(ValueError, match=r"^the delta .*00000006.* does not fit the delta before it"):
+        list(list_changes(folder, 4, 7) or ())
+    with open(file, "ab") as longer:
+        longer.write(b"x")
+    with pytest.raises(ValueError, match=r"^the delta .*00000007.* does not fit .* the weight file model"):
+        list(list_changes(folder, 6, 7) or ())
+
+
 def test_damaged_cached_weights_are_not_used_for_a_rebuild(memory: MemoryStore, tmp_path: Path) -> None:
     """The cached files are not checked again, but a file that is rebuilt from them is. If it is wrong, the stored
     objects are used.
