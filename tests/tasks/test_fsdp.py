@@ -79,6 +79,7 @@ def test_options_that_fsdp_does_not_support_are_refused(given: dict[str, Any], s
         (2, "PPO with a critic", {"micro_tokens": 40}),
         pytest.param(2, "GRPO", {"checkpoint_activations": True}, marks=SOAK),
         pytest.param(2, "decoupled PPO", {"share_prefixes": "none"}, marks=SOAK),
+        pytest.param(2, "weight decay of matrices", {}, marks=SOAK),
         pytest.param(4, "PPO with a critic", {}, marks=SOAK),
     ],
 )

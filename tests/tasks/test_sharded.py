@@ -34,6 +34,7 @@ NEAR = 1e-5
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "GRPO": {},
     "GRPO, several passes": {"share_prefixes": "none", "micro_tokens": 16},
+    "weight decay of matrices": {"weight_decay": 1.0},  # AdamW has two groups of parameters
     "decoupled PPO": {
         "minibatches": 2,
         "objective": PartsObjective(kind="decoupled-ppo"),
