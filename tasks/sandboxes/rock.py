@@ -229,8 +229,8 @@ class RockRemoteSandbox:
             for name, stage in stages.items() if isinstance(stages, Mapping) else ():
                 if stage.get("status") in ("failed", "timeout"):
                     raise SandboxFailed(
-                        f"the server could not start the sandbox, because its stage {name} failed: "
-                        f"{stage.get('message')}"
+                        f"the server could not start the sandbox, because its stage {name} failed ("
+                        f"{stage.get('message')})"
                     )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_LOOK)

@@ -210,7 +210,7 @@ class HostFleet(MemberFleet[HostLink, HostPlace]):
     def _note_loss(self, reason: str) -> None:
         """Let the waiting episodes fail if no host is left that runs or starts for the first time."""
         if all(member.is_retry and member.place is None for member in self._members):
-            self._fail_waiting(f"no environment actor is running, and the newest one failed: {reason}")
+            self._fail_waiting(f"no environment actor is running, and the newest one failed ({reason})")
 
     def _fail_waiting(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, []
