@@ -146,7 +146,7 @@ def test_idle_actor_that_does_not_answer_is_restarted(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "deaf work", answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()
-    assert recovery.reason.startswith("the process of worker is idle")
+    assert recovery.reason.startswith("the process of worker hangs: it uses no CPU time")
 
 
 @pytest.mark.soak

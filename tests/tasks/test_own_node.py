@@ -152,7 +152,7 @@ async def test_engine_waits_for_storage_as_long_as_its_run(monkeypatch: pytest.M
     engine = RayEngine(Here(actor))
     await engine.fetch(1, Late(patience=HANG_SECONDS))
     engine.check()
-    with pytest.raises(EngineFailed, match=r"did not answer fetch within"):
+    with pytest.raises(EngineFailed, match=r"did not answer the call fetch within"):
         await engine.fetch(2, Late(patience=None))
 
 

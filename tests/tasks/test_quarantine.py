@@ -210,7 +210,7 @@ def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
     with pytest.raises(Halt):
         LearnerActor(context, channel=Poisoned(context, makings=99, dies=True)).run()
     with pytest.raises(
-        NotFinite, match=rf"^training on batch 3 gave NaN .* {MAKINGS} times, the last time: {WHY}; fix the engine"
+        NotFinite, match=rf"^batch 3 was rejected {MAKINGS} times, the last time: {WHY}; fix the engine"
     ) as stop:
         LearnerActor(context, channel=Poisoned(context, makings=99)).run()
     assert len(str(stop.value).splitlines()) == 1

@@ -208,7 +208,7 @@ def test_store_folder_that_a_rank_does_not_share_is_refused(
     """With a store that a rank does not share, a log entry would name a file that other processes cannot find."""
     ended.append(made := in_parts(folder))
     made.step(batch(0), 0)
-    with pytest.raises(ConfigError, match=r"rank 1 stored policies/.* set store\.uri to a store that all machines"):
+    with pytest.raises(ConfigError, match=r"rank 1 has stored policies/.* set store\.uri to a store that all machines"):
         stored(made, *policies_in(Elsewhere(tmp_path)))
 
 

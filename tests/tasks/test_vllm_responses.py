@@ -228,7 +228,7 @@ def test_prompt_with_an_image_is_refused(folder: Path) -> None:
 def test_repeated_request_id_is_refused_while_it_runs(folder: Path) -> None:
     async def main() -> None:
         running = await Running(folder).begun()
-        with pytest.raises(ValueError, match="request a is already running"):
+        with pytest.raises(ValueError, match="request 'a' is already running"):
             await running.engine.generate(GenerationRequest("a", THREE, 8))
         running.core.tell([output(running.id, (2,), (-1.0,), STOP)], "1")
         assert (await running.task).tokens == (501, 502, 503, 2)
