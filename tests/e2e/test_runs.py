@@ -115,7 +115,7 @@ def test_asynchronous_run_on_vllm_passes_the_audit(
     command = Command(tmp_path, SMALL.format(versions=5, alpha=2, engine="vllm"))
     output = command.run("run", str(command.recipe), "--run-id", "first")
     assert "held-out accuracy" in output
-    assert re.search(r"training \| version \d/5", output)
+    assert re.search(r"(training|evaluating) \| version \d/5", output)
     summary = command.summary("first")
     assert summary["audit"] == "clean"
     assert summary["versions"] == 5
