@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -333,6 +334,8 @@ def build_command(config: BubblewrapSandbox, descriptor: int, packages: Mapping[
     inside = base if base.is_relative_to("/usr") else Path("/python")
     if inside != base:
         options += ["--ro-bind", str(base), str(inside)]
+        if sysconfig.get_config_var("Py_ENABLE_SHARED"):  # the program python finds libpython only by its first path
+            options += ["--symlink", f"{inside}/lib", f"{base}/lib"]
     options += ["--perms", "0755", "--dir", PACKAGES] if packages else []
     for path in packages.values():
         options += ["--ro-bind", path, f"{PACKAGES}/{Path(path).name}"]
