@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOUSES = ("storage", "tasks", "flows")  # each top folder may import those before it
 FILES = 20  # largest number of modules in a folder
 LINES = 400  # largest number of lines in a module
+FUNCTION_LINES = 50  # largest number of lines of a function
 LEARNER_FILES = 8
 
 # Maps a room to the other rooms of its own house that it may import.
@@ -290,6 +291,17 @@ def test_folders_and_modules_stay_below_their_size_limits() -> None:
     assert not {one: count for one, count in counts.items() if count > FILES}
     lengths = {module: len(source.splitlines()) for module, source in tree().items()}
     assert not {one: length for one, length in lengths.items() if length > LINES}
+
+
+def test_functions_stay_below_their_size_limit() -> None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {
+        f"{module}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for module, source in tree().items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, kinds)
+    }
+    assert not {one: length for one, length in found.items() if length > FUNCTION_LINES}
 
 
 def test_folder_of_learners_has_few_files_of_its_own() -> None:

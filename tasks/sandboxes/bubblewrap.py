@@ -309,6 +309,18 @@ class BubblewrapSandboxes(BoxSandboxes):
         return build_command(self._bubblewrap, descriptor, self._packages)
 
 
+def _link_library(base: Path, inside: Path) -> list[str]:
+    """Return the options of `bwrap` by which a Python with a shared library finds it at its original path. `base` is
+    Python's folder on this machine, and `inside` the same folder in the sandbox.
+    """
+    if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        return []
+    above = [
+        one for folder in [*reversed(base.parents[:-1]), base] for one in ("--perms", "0755", "--dir", str(folder))
+    ]
+    return [*above, "--symlink", f"{inside}/lib", f"{base}/lib"]
+
+
 def build_command(config: BubblewrapSandbox, descriptor: int, packages: Mapping[str, str] = NO_PACKAGES) -> list[str]:
     """Return the `bwrap` command that starts a box. The box's first process gets the caller's socket as file descriptor
     `descriptor`. `packages` are the paths of Python packages that programs may read, by name.
@@ -334,8 +346,7 @@ def build_command(config: BubblewrapSandbox, descriptor: int, packages: Mapping[
     inside = base if base.is_relative_to("/usr") else Path("/python")
     if inside != base:
         options += ["--ro-bind", str(base), str(inside)]
-        if sysconfig.get_config_var("Py_ENABLE_SHARED"):  # the program python finds libpython only by its first path
-            options += ["--symlink", f"{inside}/lib", f"{base}/lib"]
+        options += _link_library(base, inside)
     options += ["--perms", "0755", "--dir", PACKAGES] if packages else []
     for path in packages.values():
         options += ["--ro-bind", path, f"{PACKAGES}/{Path(path).name}"]

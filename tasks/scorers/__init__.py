@@ -215,10 +215,7 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
         case CompositeReward():
             return _build_composite(config, section)
         case JudgeReward():
-            raise ConfigError(
-                "kind = 'judge': a judge is called over the network, so it cannot be built as a function that "
-                "scores a text in this process"
-            )
+            raise ConfigError("kind = 'judge': a judge answers over the network, so it cannot be built as a function")
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 
