@@ -311,12 +311,13 @@ class BubblewrapSandboxes(BoxSandboxes):
 
 def _link_library(base: Path, inside: Path) -> list[str]:
     """Return the options of `bwrap` by which a Python with a shared library finds it at its original path. `base` is
-    Python's folder on this machine, and `inside` the same folder in the sandbox.
+    Python's folder on this machine, and `inside` the same folder in the sandbox. Programs can pass through the folders
+    above the library, but cannot list them.
     """
     if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
         return []
     above = [
-        one for folder in [*reversed(base.parents[:-1]), base] for one in ("--perms", "0755", "--dir", str(folder))
+        one for folder in [*reversed(base.parents[:-1]), base] for one in ("--perms", "0711", "--dir", str(folder))
     ]
     return [*above, "--symlink", f"{inside}/lib", f"{base}/lib"]
 
